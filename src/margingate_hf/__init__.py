@@ -1,0 +1,24 @@
+"""Batch-invariant greedy decoding for Hugging Face Transformers."""
+
+from .cache import MarginGateCache
+from .config import MarginGateConfig
+from .gate import MarginGateLogitsProcessor
+from .generation import MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable, install_hint
+from .outputs import MarginGateOutput, MarginGateStatistics, RowStatistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MarginGateCache",
+    "MarginGateConfig",
+    "MarginGateGenerationMixin",
+    "MarginGateLogitsProcessor",
+    "MarginGateModelForCausalLM",
+    "MarginGateOutput",
+    "MarginGateStatistics",
+    "RowStatistics",
+    "disable",
+    "enable",
+]
+
+install_hint()

@@ -1,0 +1,278 @@
+"""A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
+
+Each layer keeps two stores. The *draft* store holds keys and values in the model's own dtype, `[rows, heads, capacity,
+dim]`, as the fast path reads them. The *exact* store holds the committed columns in FP32, already summed from their
+planes and cut into the verifier's blocks, `[rows, blocks, heads, KV_BLOCK, dim]`, so that a pass needs neither a cast
+nor a copy. A verifier pass writes both, which is the column repair; a fast step writes the draft store alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .fixed_plan import fixed_plan
+from .geometry import KV_BLOCK, DecodeGeometry, VerifyGeometry, current_geometry
+from .planes import round_to_planes
+
+
+class MarginGateLayer(DynamicLayer):
+    """
+    One layer's keys and values.
+
+    Args:
+        cache ([`MarginGateCache`]): the owner, for rows, capacity and format.
+    """
+
+    def __init__(self, cache: MarginGateCache):
+        super().__init__()
+        self._cache = cache
+        self.exact_keys: torch.Tensor | None = None
+        self.exact_values: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """
+        Allocates the stores for the head counts and dims of `key_states`/`value_states` `[batch, heads, length, dim]`.
+        """
+        cache = self._cache
+        self.device = key_states.device
+        # A buffer made in inference mode could not be written by a later, ordinary call.
+        with torch.inference_mode(False):
+            self.keys, self.exact_keys = self._allocate(key_states, cache)
+            self.values, self.exact_values = self._allocate(value_states, cache)
+        self.is_initialized = True
+
+    @staticmethod
+    def _allocate(states: torch.Tensor, cache: MarginGateCache) -> tuple[torch.Tensor, torch.Tensor]:
+        heads, dim = states.shape[1], states.shape[3]
+        blocks = cache.capacity // KV_BLOCK
+        # Zeros, not garbage: a masked column is multiplied by an exact 0, which only a finite number survives.
+        draft = torch.zeros(cache.rows, heads, cache.capacity, dim, dtype=cache.dtype, device=states.device)
+        exact = torch.zeros(cache.rows, blocks, heads, KV_BLOCK, dim, dtype=torch.float32, device=states.device)
+        return draft, exact
+
+    def grow(self) -> None:
+        """Extends the stores to the owner's capacity, keeping what they hold."""
+        if not self.is_initialized:
+            return
+        with torch.inference_mode(False):
+            for name in ("keys", "values"):
+                draft, exact = getattr(self, name), getattr(self, f"exact_{name}")
+                new_draft, new_exact = self._allocate(draft[:, :, :1], self._cache)
+                new_draft[:, :, : draft.shape[2]] = draft
+                new_exact[:, : exact.shape[1]] = exact
+                setattr(self, name, new_draft)
+                setattr(self, f"exact_{name}", new_exact)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Writes the columns of the pass that this thread is in.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `[1, heads, tokens, dim]` in a verifier pass, float32, or
+                `[rows, heads, 1, dim]` in a fast step, the model's dtype).
+
+        Returns:
+            What the registered attention reads: the exact stores `[rows, blocks, heads, KV_BLOCK, dim]` in a verifier
+            pass, the draft stores `[rows, heads, length, dim]` in a fast step. Views, no copies.
+
+        Raises:
+            `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
+        """
+        geometry = current_geometry()
+        if geometry is None:
+            raise RuntimeError(
+                "A MarginGateCache is ragged and only the margin gate can write to it. "
+                "Call `cache.to_dynamic_cache()` to continue with stock transformers."
+            )
+        with fixed_plan():
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            if isinstance(geometry, VerifyGeometry):
+                keys = self._repair(self.keys, self.exact_keys, key_states, geometry)
+                values = self._repair(self.values, self.exact_values, value_states, geometry)
+            else:
+                keys = self._draft(self.keys, key_states, geometry)
+                values = self._draft(self.values, value_states, geometry)
+            return keys, values
+
+    def _repair(
+        self, draft: torch.Tensor, exact: torch.Tensor | None, states: torch.Tensor, geometry: VerifyGeometry
+    ) -> torch.Tensor:
+        assert exact is not None
+        columns = round_to_planes(states[0].transpose(0, 1), self._cache.dtype, self._cache.kv_planes)
+        slots, positions = geometry.slots, geometry.positions
+        exact[slots, positions // KV_BLOCK, :, positions % KV_BLOCK] = columns
+        draft[slots, :, positions] = columns.to(draft.dtype)
+        return exact
+
+    @staticmethod
+    def _draft(draft: torch.Tensor, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
+        rows = torch.arange(geometry.n_rows, device=draft.device)
+        draft[rows, :, geometry.positions] = states[:, :, 0]
+        return draft[: geometry.n_rows, :, : geometry.length]
+
+    def swap_rows(self, a: int, b: int) -> None:
+        """Exchanges two rows in place."""
+        if not self.is_initialized:
+            return
+        for store in (self.keys, self.values, self.exact_keys, self.exact_values):
+            assert store is not None
+            kept = store[a].clone()
+            store[a] = store[b]
+            store[b] = kept
+
+    def get_seq_length(self) -> int:
+        """Columns of the longest row."""
+        return max(self._cache.lengths, default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Transformers' own mask code sees one rectangular cache; our attention does not use it."""
+        return self.get_seq_length() + query_length, 0
+
+
+class MarginGateCache(DynamicCache):
+    """
+    Ragged K/V cache of a margin-gated `generate` call.
+
+    Args:
+        n_layers (`int`): attention layers of the model.
+        rows (`int`): rows to hold.
+        dtype (`torch.dtype`): the model's dtype, that of the draft store.
+        kv_planes (`int`, *optional*, defaults to 2): format of committed columns, see [`MarginGateConfig`].
+
+    Attributes:
+        tokens (`list[list[int]]`): ids of the columns each row holds.
+        verified (`list[int]`): leading columns of each row that a verifier pass has written.
+    """
+
+    def __init__(self, n_layers: int, rows: int, dtype: torch.dtype, kv_planes: int = 2):
+        super().__init__()
+        if rows < 1:
+            raise ValueError(f"`rows` must be at least 1, got {rows}.")
+        self.rows = rows
+        self.dtype = dtype
+        self.kv_planes = kv_planes
+        self.capacity = 0
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.verified: list[int] = [0] * rows
+        self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Columns each row holds, drafts included."""
+        return [len(ids) for ids in self.tokens]
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` columns a row, by whole blocks."""
+        if length > self.capacity:
+            self.capacity = -(-length // KV_BLOCK) * KV_BLOCK
+            for layer in self.layers:
+                layer.grow()
+
+    def extend(self, slot: int, start: int, tokens: Sequence[int], verified: bool) -> None:
+        """
+        Records that columns `start ...` of a row now hold `tokens`; called once the pass that wrote them has returned.
+
+        Raises:
+            `ValueError`: `start` would leave a hole, or a draft would overwrite a verified column.
+        """
+        ids = self.tokens[slot]
+        if start > len(ids):
+            raise ValueError(f"`start` {start} leaves a hole: row {slot} holds {len(ids)} columns.")
+        if start < self.verified[slot]:
+            raise ValueError(f"`start` {start} would overwrite a verified column of row {slot}.")
+        if verified and start != self.verified[slot]:
+            raise ValueError(f"row {slot} is verified up to {self.verified[slot]}, a pass cannot start at {start}.")
+        del ids[start:]
+        ids.extend(tokens)
+        if verified:
+            self.verified[slot] = len(ids)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """
+        Drops a row's columns from `length` on. Nothing moves: what lies beyond a row's length is never read.
+
+        Raises:
+            `ValueError`: the row is shorter than `length`.
+        """
+        if not 0 <= length <= len(self.tokens[slot]):
+            raise ValueError(f"`length` must be between 0 and {len(self.tokens[slot])}, got {length}.")
+        del self.tokens[slot][length:]
+        self.verified[slot] = min(self.verified[slot], length)
+
+    def swap_rows(self, a: int, b: int) -> None:
+        """Exchanges two rows, so that the rows still decoding stay the first ones."""
+        if a == b:
+            return
+        for layer in self.layers:
+            layer.swap_rows(a, b)
+        self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
+        self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
+
+    def column(self, layer: int, slot: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Committed key and value of one position, float32 `[heads, dim]` each. For tests and audits."""
+        keys, values = self.committed(layer, slot)
+        return keys[:, position], values[:, position]
+
+    def committed(self, layer: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All committed keys and values of a row, float32 `[heads, verified, dim]` each. For tests and audits."""
+        out = []
+        for store in (self.layers[layer].exact_keys, self.layers[layer].exact_values):
+            assert store is not None
+            flat = store[slot].transpose(0, 1).flatten(1, 2)
+            out.append(flat[:, : self.verified[slot]])
+        return out[0], out[1]
+
+    def check(self) -> None:
+        """
+        Checks the state that every pass must leave behind.
+
+        Raises:
+            `AssertionError`: a row is longer than the stores, more columns are verified than held, a committed column
+            is not in its format, or the fast path would read something else than the committed value.
+        """
+        for slot in range(self.rows):
+            held, verified = len(self.tokens[slot]), self.verified[slot]
+            assert verified <= held <= self.capacity, (slot, verified, held, self.capacity)
+            for index, layer in enumerate(self.layers):
+                if not layer.is_initialized:
+                    continue
+                for draft, exact in zip((layer.keys, layer.values), self.committed(index, slot), strict=True):
+                    where = f"layer {index}, row {slot}"
+                    assert torch.isfinite(exact).all(), f"{where}: a committed column is not finite"
+                    again = round_to_planes(exact, self.dtype, self.kv_planes)
+                    assert torch.equal(again, exact), f"{where}: a committed column is not in its planes' format"
+                    assert torch.equal(draft[slot, :, :verified], exact.to(draft.dtype)), (
+                        f"{where}: the fast path reads a column that was not repaired"
+                    )
+
+    def to_dynamic_cache(self) -> tuple[DynamicCache, torch.Tensor]:
+        """
+        A stock, left-padded copy of the columns, in the model's dtype.
+
+        Returns:
+            `(cache, attention_mask)`: a [`~transformers.DynamicCache`] of `max(lengths)` columns, and its int64 mask
+            `[rows, max(lengths)]`, 0 on padding.
+        """
+        lengths = self.lengths
+        width = max(lengths)
+        mask = torch.zeros(self.rows, width, dtype=torch.long)
+        for slot, length in enumerate(lengths):
+            mask[slot, width - length :] = 1
+        cache = DynamicCache()
+        for index, layer in enumerate(self.layers):
+            padded = []
+            for store in (layer.keys, layer.values):
+                out = torch.zeros_like(store[:, :, :width])
+                for slot, length in enumerate(lengths):
+                    out[slot, :, width - length :] = store[slot, :, :length]
+                padded.append(out)
+            cache.update(padded[0], padded[1], index)
+        return cache, mask.to(cache.layers[0].keys.device)

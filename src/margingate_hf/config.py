@@ -1,0 +1,168 @@
+"""What a user may ask of the margin gate: one validated, JSON-able record."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+COVERAGES = ("full", "gated")
+SCHEDULES = ("margin", "window")
+PRECISIONS = ("float32", "bfloat16")
+MAX_WINDOW = 512
+
+
+@dataclass
+class MarginGateConfig:
+    """
+    Settings of margin-gated, batch-invariant greedy decoding.
+
+    With `coverage="full"` no setting but `kv_planes` and `precision` can change a token: the others decide
+    only *when* the verifier runs, that is, how fast the same text appears.
+
+    Args:
+        threshold (`float`, *optional*, defaults to 0.5):
+            A step whose top-1/top-2 gap, in logits of the processed FP32 scores, is below this is a *low-margin*
+            step (MarginGate, arXiv 2605.30218, abstract). `0` flags none, `math.inf` flags all.
+        coverage (`str`, *optional*, defaults to `"full"`):
+            `"full"`: every position is verified before it is committed, the text is exactly the canonical one.
+            `"gated"`: only low-margin steps are, as in the paper. Not available yet.
+        window (`int`, *optional*, defaults to 8):
+            Tokens of one row that one verifier pass may cover. `1` decodes by the verifier alone.
+        schedule (`str`, *optional*, defaults to `"margin"`):
+            When to run a pass. `"window"`: a row's window is full or a row would end. `"margin"`: also when a row has
+            `low_margin_limit` low-margin steps pending.
+        low_margin_limit (`int`, *optional*, defaults to 3):
+            Pending low-margin steps in one row that start a pass under `schedule="margin"`.
+        precision (`str`, *optional*, defaults to `"float32"`):
+            Arithmetic of the verifier. `"bfloat16"` is not available yet.
+        kv_planes (`int`, *optional*, defaults to 2):
+            Format of committed keys and values, in planes of the model's own dtype: `1` rounds them to it, `2` keeps
+            hi + lo, `3` keeps exact FP32.
+        strict (`bool`, *optional*, defaults to `True`):
+            Refuse a model whose forward uses an operation the verifier has no fixed plan for. `False` lets it run
+            unchanged, which gives up the guarantee and is recorded in the statistics.
+        resident_weights (`bool`, *optional*):
+            Keep an FP32 copy of the weights between passes. `None` decides by the memory that is free. Same bits
+            either way.
+    """
+
+    threshold: float = 0.5
+    coverage: str = "full"
+    window: int = 8
+    schedule: str = "margin"
+    low_margin_limit: int = 3
+    precision: str = "float32"
+    kv_planes: int = 2
+    strict: bool = True
+    resident_weights: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """
+        Checks every field.
+
+        Raises:
+            `TypeError`: a field has the wrong type.
+            `ValueError`: a field is outside its range; the message names the field, the value and what is allowed.
+        """
+        if isinstance(self.threshold, str):
+            self.threshold = _float_from_text(self.threshold)
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
+            raise TypeError(f"`threshold` must be a number of logits, got {self.threshold!r}.")
+        if math.isnan(self.threshold) or self.threshold < 0:
+            raise ValueError(f"`threshold` must be 0 or more (`math.inf` flags every step), got {self.threshold!r}.")
+        self.threshold = float(self.threshold)
+        _one_of("coverage", self.coverage, COVERAGES)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("precision", self.precision, PRECISIONS)
+        _integer("window", self.window, 1, MAX_WINDOW)
+        _integer("low_margin_limit", self.low_margin_limit, 1, MAX_WINDOW)
+        _integer("kv_planes", self.kv_planes, 1, 3)
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"`strict` must be True or False, got {self.strict!r}.")
+        if self.resident_weights is not None and not isinstance(self.resident_weights, bool):
+            raise TypeError(f"`resident_weights` must be True, False or None, got {self.resident_weights!r}.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> MarginGateConfig:
+        """
+        Builds a config from a dict, for example one that came back from a `generation_config.json`.
+
+        Raises:
+            `ValueError`: a key is not a field; the message gives the nearest field name.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f" Did you mean `{near[0]}`?" if near else ""
+                raise ValueError(f"`{key}` is not a field of MarginGateConfig.{hint} Fields: {', '.join(known)}.")
+        return cls(**values)
+
+    @classmethod
+    def coerce(cls, value: Any) -> MarginGateConfig | None:
+        """
+        Reads what a user may pass as `margin_gate`: a config, a dict, `True` for the defaults, `None`/`False` for off.
+
+        Raises:
+            `TypeError`: anything else.
+        """
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            value.validate()
+            return value
+        if isinstance(value, dict):
+            return cls.from_dict(value)
+        raise TypeError(
+            f"`margin_gate` must be a MarginGateConfig, a dict of its fields, True, False or None, got {value!r}."
+        )
+
+    @classmethod
+    def from_json_string(cls, text: str) -> MarginGateConfig:
+        """Inverse of [`~MarginGateConfig.to_json_string`]."""
+        return cls.from_dict(json.loads(text))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, in values that strict JSON can hold (an infinite threshold becomes the string `"inf"`)."""
+        values = dataclasses.asdict(self)
+        if math.isinf(self.threshold):
+            values["threshold"] = "inf"
+        return values
+
+    def to_json_string(self) -> str:
+        """The fields as JSON text, as transformers' own config records give it."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def update(self, **values: Any) -> MarginGateConfig:
+        """A new, validated config with some fields replaced."""
+        return type(self).from_dict({**self.to_dict(), **values})
+
+
+def _float_from_text(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"`threshold` must be a number of logits, got {text!r}.") from None
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` must be between {low} and {high}, got {value}.")

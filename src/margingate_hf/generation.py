@@ -1,0 +1,367 @@
+"""`generate(..., margin_gate=...)`: the mixin, and `enable`/`disable` that put it in front of a model's class."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .config import MarginGateConfig
+from .decode import DecodeRequest, decode
+from .outputs import MarginGateOutput
+from .requests import check_call, check_generation_config, check_model, refuse, unpadded_prompts
+from .rows import Row
+from .verifier import forget_verifiers, verifier_for
+
+
+@dataclass
+class _Call:
+    """What one gated call knows beyond its generation config; rides on the call's own copy of that config."""
+
+    config: MarginGateConfig
+    mask_given: bool = False
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int | None = None
+    min_length: int = 0
+    processor_arguments: dict[str, Any] | None = None
+
+    def limit(self, prompt: int) -> int:
+        """New tokens of a row; `max_length` counts the row's own tokens, not its padding."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        assert self.max_length is not None
+        return self.max_length - prompt
+
+
+class MarginGateGenerationMixin(GenerationMixin):
+    """
+    Adds `margin_gate` to `generate`. Use [`enable`], which puts it in front of a loaded model's class.
+
+    Without `margin_gate`, or with `None`/`False`, every method hands over to transformers' own.
+    """
+
+    def generate(self, *args: Any, margin_gate: Any = ..., **kwargs: Any) -> Any:
+        """
+        Transformers' `generate`, and one argument more.
+
+        Args:
+            margin_gate ([`MarginGateConfig`], `dict` or `bool`, *optional*):
+                Decode batch-invariantly. Defaults to the entry of that name in the call's or the model's generation
+                config; `None` or `False` turns it off. Everything else as in
+                [`~transformers.GenerationMixin.generate`].
+
+        Returns:
+            As transformers; with `return_dict_in_generate=True` a [`MarginGateOutput`].
+
+        Raises:
+            `ValueError`, `NotImplementedError`: an argument the gate cannot honour, named, before any work starts.
+        """
+        names = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        gate = self._resolve_gate(margin_gate, named.get("generation_config"))
+        if gate is None:
+            # Passed on only where it must override an entry of a generation config; stock code would refuse it.
+            extra = {} if margin_gate is ... else {"margin_gate": None}
+            return super().generate(*args, **extra, **kwargs)
+        ids = named.get("inputs", named.get("input_ids"))
+        check_model(self)
+        check_call(named, None if ids is None else len(ids))
+        streamer = named.get("streamer")
+        try:
+            return super().generate(*args, margin_gate=gate, **kwargs)
+        except BaseException:
+            if streamer is not None:
+                streamer.end()  # a consumer in another thread would wait for ever
+            raise
+
+    def _resolve_gate(self, value: Any, generation_config: GenerationConfig | None) -> MarginGateConfig | None:
+        if value is ...:
+            value = getattr(generation_config, "margin_gate", None)
+            if generation_config is None or not hasattr(generation_config, "margin_gate"):
+                value = getattr(self.generation_config, "margin_gate", None)
+        return MarginGateConfig.coerce(value)
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict]:
+        gate = kwargs.pop("margin_gate", None)
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if isinstance(gate, MarginGateConfig):
+            check_generation_config(prepared, gate)
+            prepared._margin_gate_call = _Call(gate, mask_given=kwargs.get("attention_mask") is not None)
+        return prepared, model_kwargs
+
+    def _prepare_generated_length(self, generation_config: GenerationConfig, **kwargs: Any) -> GenerationConfig:
+        call = _call_of(generation_config)
+        if call is not None:
+            call.max_new_tokens, call.max_length = generation_config.max_new_tokens, generation_config.max_length
+            if call.max_new_tokens is None and kwargs["has_default_max_length"]:
+                call.max_new_tokens = generation_config.max_length
+            call.min_new_tokens, call.min_length = generation_config.min_new_tokens, generation_config.min_length or 0
+        return super()._prepare_generated_length(generation_config=generation_config, **kwargs)
+
+    def _get_logits_processor(
+        self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> LogitsProcessorList:
+        call = _call_of(generation_config)
+        if call is not None and call.processor_arguments is None:
+            call.processor_arguments = dict(kwargs)
+        return super()._get_logits_processor(generation_config, *args, **kwargs)
+
+    def _row_processors(self, generation_config: GenerationConfig, call: _Call, row: int, prompt: list[int]) -> Any:
+        """The processors a row would have alone and unpadded, or `None`."""
+        arguments = dict(call.processor_arguments or {})
+        own = copy.copy(generation_config)
+        own.min_length = call.min_length if call.min_new_tokens is None else len(prompt) + call.min_new_tokens
+        allowed = arguments.get("prefix_allowed_tokens_fn")
+        if allowed is not None:
+            arguments["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(row, ids)
+        arguments.update(
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=torch.tensor([prompt], device=self.device),
+            model_kwargs={},
+            logits_processor=list(arguments.get("logits_processor") or []),
+        )
+        processors = super()._get_logits_processor(own, **arguments)
+        return processors if len(processors) else None
+
+    def _sample(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = _call_of(generation_config)
+        if call is None:
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        if synced_gpus:
+            raise refuse("synced_gpus", True, "ranks would run different numbers of passes and dead-lock")
+        started = time.perf_counter()
+        prompts = unpadded_prompts(
+            input_ids, model_kwargs.get("attention_mask"), _special_ids(generation_config), call.mask_given
+        )
+        request = DecodeRequest(
+            config=call.config,
+            rows=self._rows(prompts, generation_config, call),
+            eos=_ids_of(generation_config._eos_token_tensor),
+            criteria=_custom_criteria(stopping_criteria, generation_config),
+            keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
+            keep_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
+            on_commit=None if streamer is None else lambda _, token: streamer.put(torch.tensor([token])),
+        )
+        verifier = verifier_for(self, call.config)
+        setup = time.perf_counter() - started
+        cache, statistics = decode(self, verifier, request)
+        statistics.setup_seconds = setup
+        if streamer is not None:
+            streamer.end()
+        sequences = _sequences(input_ids, request.rows, generation_config)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return MarginGateOutput(
+            sequences=sequences,
+            scores=_stacked([row.scores for row in request.rows]) if request.keep_scores else None,
+            logits=_stacked([row.logits for row in request.rows]) if request.keep_logits else None,
+            cache=cache,
+            margin_gate=statistics,
+        )
+
+    def _rows(self, prompts: list[list[int]], generation_config: GenerationConfig, call: _Call) -> list[Row]:
+        rows = []
+        for index, prompt in enumerate(prompts):
+            limit = call.limit(len(prompt))
+            if limit < 1:
+                name, value = (
+                    ("max_new_tokens", limit) if call.max_new_tokens is not None else ("max_length", call.max_length)
+                )
+                raise refuse(name, value, f"row {index} has {len(prompt)} tokens and needs room for at least one more")
+            processors = self._row_processors(generation_config, call, index, prompt)
+            rows.append(Row(index, index, prompt, limit, processors))
+        return rows
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles by the original class, since a class made at run time cannot be found by name."""
+        stock = getattr(type(self), "_margin_gate_stock_class", None)
+        if stock is None:
+            return super().__reduce_ex__(protocol)
+        return _rebuild, (stock,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+
+
+def _call_of(generation_config: GenerationConfig) -> _Call | None:
+    return getattr(generation_config, "_margin_gate_call", None)
+
+
+def _ids_of(tensor: torch.Tensor | None) -> frozenset[int]:
+    return frozenset() if tensor is None else frozenset(tensor.flatten().tolist())
+
+
+def _special_ids(config: GenerationConfig) -> set[int]:
+    """Ids that may be padding where no mask tells: pad where it is also an eos, eos where no pad is set."""
+    eos, pad = _ids_of(config._eos_token_tensor), _ids_of(config._pad_token_tensor)
+    return set(pad & eos)
+
+
+def _custom_criteria(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingCriteriaList:
+    """What is left when the loop's own length and EOS rules are taken out."""
+    return StoppingCriteriaList(
+        item
+        for item in criteria
+        if not isinstance(item, EosTokenCriteria)
+        and not (isinstance(item, MaxLengthCriteria) and item.max_length == config.max_length)
+    )
+
+
+def _sequences(input_ids: torch.Tensor, rows: list[Row], config: GenerationConfig) -> torch.Tensor:
+    """Transformers' layout: the prompt as it came, new tokens, pad after each row's end; int64 `[rows, length]`."""
+    width = max(len(row.committed) for row in rows)
+    pad = config._pad_token_tensor
+    new = input_ids.new_full((len(rows), width), 0 if pad is None else int(pad.flatten()[0]))
+    for row in rows:
+        new[row.index, : len(row.committed)] = new.new_tensor(row.committed)
+    return torch.cat([input_ids, new], dim=1)
+
+
+def _stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """One `[rows, vocabulary]` tensor a step; a row that has ended is 0."""
+    steps = max(len(row) for row in rows)
+    zeros = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else zeros for row in rows]) for step in range(steps))
+
+
+_enabled_classes: dict[type, type] = {}
+
+
+def _enabled_class(stock: type) -> type:
+    """The subclass of a model class with the mixin in front; keeps the names that transformers reads from a class."""
+    if stock not in _enabled_classes:
+        names = {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+            "_margin_gate_stock_class": stock,
+        }
+        _enabled_classes[stock] = type(stock.__name__, (MarginGateGenerationMixin, stock), names)
+    return _enabled_classes[stock]
+
+
+def _rebuild(stock: type) -> Any:
+    enabled = _enabled_class(stock)
+    return object.__new__(enabled)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The transformers model inside PEFT, `torch.compile` and DDP wrappers."""
+    if hasattr(model, "_orig_mod"):
+        return _unwrapped(model._orig_mod)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        return _unwrapped(model.module)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return _unwrapped(model.get_base_model())
+    return model
+
+
+def enable(model: Any) -> Any:
+    """
+    Gives a model's `generate` the `margin_gate` argument, in place.
+
+    Args:
+        model (`PreTrainedModel`): a causal language model, possibly wrapped by PEFT, `torch.compile` or DDP. Its
+            class is replaced by a subclass of the same name; weights, hooks and forward stay as they are.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        `TypeError`: not a transformers model that can generate.
+    """
+    inner = _unwrapped(model)
+    if not isinstance(inner, GenerationMixin) or not isinstance(inner, torch.nn.Module):
+        raise TypeError(f"`model` must be a transformers model that can generate, got {type(inner).__name__}.")
+    if not isinstance(inner, MarginGateGenerationMixin):
+        inner.__class__ = _enabled_class(type(inner))
+    return model
+
+
+def disable(model: Any) -> Any:
+    """
+    Undoes [`enable`], in place, and frees the verifier's FP32 weights.
+
+    Returns:
+        `model` itself. A model that was not enabled is left alone.
+    """
+    inner = _unwrapped(model)
+    stock = getattr(type(inner), "_margin_gate_stock_class", None)
+    if stock is not None:
+        inner.__class__ = stock
+        forget_verifiers(inner)
+    return model
+
+
+class MarginGateModelForCausalLM:
+    """Loads a causal language model as [`~transformers.AutoModelForCausalLM`] does, and enables it."""
+
+    def __init__(self) -> None:
+        raise EnvironmentError(
+            "MarginGateModelForCausalLM is made with `MarginGateModelForCausalLM.from_pretrained(name_or_path)`."
+        )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Arguments of [`~transformers.AutoModelForCausalLM.from_pretrained`]; returns the enabled model."""
+        return enable(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Arguments of [`~transformers.AutoModelForCausalLM.from_config`]; returns the enabled model, in eval mode."""
+        return enable(AutoModelForCausalLM.from_config(*args, **kwargs).eval())
+
+
+def install_hint() -> None:
+    """
+    Makes the error of a model that was not enabled say how to enable it.
+
+    Transformers refuses an unknown argument in a private method of `GenerationMixin`; this wraps it once, for the
+    text of that one error. Nothing else in transformers is touched by importing the package.
+    """
+    stock: Callable = GenerationMixin._validate_model_kwargs
+    if getattr(stock, "_margin_gate_hint", False):
+        return
+
+    def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+        try:
+            stock(self, model_kwargs)
+        except ValueError as error:
+            if model_kwargs.get("margin_gate") is None:
+                raise
+            raise ValueError(
+                f"`margin_gate` was passed to {type(self).__name__}, which has not been enabled. "
+                "Call `margingate_hf.enable(model)` once, or load with `MarginGateModelForCausalLM.from_pretrained`."
+            ) from error
+
+    _validate_model_kwargs._margin_gate_hint = True  # type: ignore[attr-defined]
+    GenerationMixin._validate_model_kwargs = _validate_model_kwargs

@@ -1,0 +1,183 @@
+"""Which tokens one forward pass covers, and where their keys lie. Computed once a pass, read by every layer.
+
+A pass hands the model only token ids and position ids; everything that depends on the batch (which cache row a token
+belongs to, how far it may look back) travels beside the model in a thread-local `Geometry`, so the model's own forward
+stays unmodified and a stock call in another thread sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+# Keys and values are cut into blocks of this many positions, anchored at position 0. Part of the verifier's plan.
+KV_BLOCK = 128
+# Queries of one row share one matrix product of exactly this many rows, the last filled up. Part of the plan.
+QUERY_TILE = 8
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one cache row: `tokens[i]` stands at position `start + i`."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Round:
+    """
+    At most one query tile for each of several rows.
+
+    Attributes:
+        slots: cache rows, in the order of the leading dimension below.
+        query_index: int64 `[rows, QUERY_TILE]`, index into the pass's flat tokens; fillers point one past the end.
+        query_position: int64 `[rows, QUERY_TILE]`; fillers sit at position 0 and see one key.
+        n_blocks: KV blocks that the furthest query of the round needs.
+    """
+
+    slots: tuple[int, ...]
+    query_index: torch.Tensor
+    query_position: torch.Tensor
+    n_blocks: int
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def hidden(self, sliding_window: int | None) -> torch.Tensor:
+        """Keys a query must not see: bool `[rows, n_blocks, 1, QUERY_TILE, 1, KV_BLOCK]`, built once a window size."""
+        mask = self.masks.get(sliding_window)
+        if mask is None:
+            device = self.query_position.device
+            keys = torch.arange(self.n_blocks * KV_BLOCK, device=device).view(1, self.n_blocks, 1, 1, 1, KV_BLOCK)
+            queries = self.query_position.view(-1, 1, 1, QUERY_TILE, 1, 1)
+            mask = keys > queries
+            if sliding_window is not None:
+                mask = mask | (keys <= queries - sliding_window)
+            self.masks[sliding_window] = mask
+        return mask
+
+
+@dataclass
+class VerifyGeometry:
+    """
+    A verifier pass over the flat tokens of several segments (model batch 1, length `n_tokens`).
+
+    Attributes:
+        slots, positions: int64 `[n_tokens]`, cache row and position of each token.
+        rounds: query tiles.
+        n_blocks: KV blocks the cache must hold.
+        calls: attention calls by layer index; the self-test reads it.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    rounds: tuple[Round, ...]
+    n_blocks: int
+    calls: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the pass."""
+        return self.slots.shape[0]
+
+
+@dataclass
+class DecodeGeometry:
+    """
+    A fast step: one token for each of the first `n_rows` cache rows (model batch `n_rows`, length 1).
+
+    Attributes:
+        positions: int64 `[n_rows]`, the position each row's token takes.
+        length: keys to read, one past the furthest position.
+    """
+
+    positions: torch.Tensor
+    length: int
+    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the step."""
+        return self.positions.shape[0]
+
+    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask `[n_rows, 1, 1, length]` in `dtype`, 0 where a key is visible, built once a window size."""
+        key = (sliding_window, dtype)
+        mask = self.masks.get(key)
+        if mask is None:
+            keys = torch.arange(self.length, device=self.positions.device)[None]
+            queries = self.positions[:, None]
+            hidden = keys > queries
+            if sliding_window is not None:
+                hidden = hidden | (keys <= queries - sliding_window)
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask = zeros.masked_fill_(hidden, float("-inf"))[:, None, None]
+            self.masks[key] = mask
+        return mask
+
+
+Geometry = VerifyGeometry | DecodeGeometry
+
+
+def verify_geometry(segments: Sequence[Segment], device: torch.device) -> VerifyGeometry:
+    """Lays the segments out one after the other and cuts them into query tiles."""
+    slots: list[int] = []
+    positions: list[int] = []
+    tiles: list[list[tuple[int, int, int, int]]] = []  # by round: (slot, first flat index, first position, count)
+    for segment in segments:
+        base = len(slots)
+        slots.extend([segment.slot] * len(segment.tokens))
+        positions.extend(range(segment.start, segment.stop))
+        for rank, offset in enumerate(range(0, len(segment.tokens), QUERY_TILE)):
+            if rank == len(tiles):
+                tiles.append([])
+            count = min(QUERY_TILE, len(segment.tokens) - offset)
+            tiles[rank].append((segment.slot, base + offset, segment.start + offset, count))
+    rounds = tuple(_round(sorted(members), len(slots), device) for members in tiles)
+    return VerifyGeometry(
+        slots=torch.tensor(slots, device=device),
+        positions=torch.tensor(positions, device=device),
+        rounds=rounds,
+        n_blocks=max(members.n_blocks for members in rounds),
+    )
+
+
+def _round(members: list[tuple[int, int, int, int]], n_tokens: int, device: torch.device) -> Round:
+    index = [[first + i if i < count else n_tokens for i in range(QUERY_TILE)] for _, first, _, count in members]
+    position = [[start + i if i < count else 0 for i in range(QUERY_TILE)] for _, _, start, count in members]
+    furthest = max(start + count for _, _, start, count in members)
+    return Round(
+        slots=tuple(slot for slot, *_ in members),
+        query_index=torch.tensor(index, device=device),
+        query_position=torch.tensor(position, device=device),
+        n_blocks=-(-furthest // KV_BLOCK),
+    )
+
+
+_state = threading.local()
+
+
+def current_geometry() -> Geometry | None:
+    """The geometry of the pass that this thread is in, or `None` outside our passes."""
+    return getattr(_state, "geometry", None)
+
+
+@contextlib.contextmanager
+def geometry_scope(geometry: Geometry) -> Iterator[Geometry]:
+    """Makes `geometry` current in this thread for the duration of one forward pass."""
+    before = current_geometry()
+    _state.geometry = geometry
+    try:
+        yield geometry
+    finally:
+        _state.geometry = before

@@ -1,0 +1,27 @@
+"""The format of committed keys and values: how an FP32 value becomes one, two or three planes of the model's dtype."""
+
+from __future__ import annotations
+
+import torch
+
+
+def round_to_planes(values: torch.Tensor, dtype: torch.dtype, planes: int) -> torch.Tensor:
+    """
+    The FP32 value that `planes` planes of `dtype` represent: `hi + lo` with `hi = round(x)`, `lo = round(x - hi)`.
+
+    The sum of two such planes is exact in FP32: `lo` holds at most the 16 bits that rounding to 8 left over.
+
+    Args:
+        values (`torch.Tensor`, float32, any shape): fresh keys or values.
+        dtype (`torch.dtype`): the model's dtype. Float32 needs one plane and is returned unchanged.
+        planes (`int`): 1, 2 or 3. Three planes hold an FP32 value whole, so 3 returns `values` itself.
+
+    Returns:
+        `torch.Tensor`, float32, shape of `values`.
+    """
+    if dtype == torch.float32 or planes == 3:
+        return values
+    high = values.to(dtype).float()
+    if planes == 1:
+        return high
+    return high + (values - high).to(dtype).float()

@@ -1,0 +1,197 @@
+"""Reads a `generate` call into a `DecodeRequest`, or refuses it in one clear sentence before any work starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .config import MarginGateConfig
+
+STATIC_HELP = "leave it out; the gate brings its own cache"
+KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+IMAGE_ARGUMENTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "image_sizes")
+
+
+def refuse(argument: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> Exception:
+    """An exception whose text names the argument, the value, what is allowed and what to do."""
+    return kind(f"`{argument}`={value!r} does not work with `margin_gate`: {allowed}.")
+
+
+def check_model(model: Any) -> None:
+    """
+    Refuses models the gate cannot promise anything for.
+
+    Raises:
+        `ValueError`, `NotImplementedError`: names what is wrong with the model and what to do.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refuse("model", type(model).__name__, "it is an encoder-decoder; use a decoder-only model")
+    if model.training:
+        raise refuse("model.training", True, "dropout makes every run differ; call `model.eval()` first")
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None or getattr(model, "is_quantized", False):
+        method = getattr(getattr(model.config, "quantization_config", None), "quant_method", "unknown")
+        raise refuse("quantization_config", str(method), "load the model un-quantised, in BF16, FP16 or FP32")
+    if model.dtype not in KNOWN_DTYPES:
+        raise refuse("model.dtype", model.dtype, "load the model in BF16, FP16 or FP32")
+    if model.device.type != "cpu":
+        raise refuse(
+            "model.device",
+            str(model.device),
+            "the verifier's CUDA plan is not built yet; move the model to CPU",
+            NotImplementedError,
+        )
+    text_config = model.config.get_text_config(decoder=True)
+    linear = [kind for kind in getattr(text_config, "layer_types", None) or () if "linear" in kind or "mamba" in kind]
+    if linear or getattr(model, "_is_stateful", False):
+        raise refuse(
+            "model",
+            type(model).__name__,
+            f"its {sorted(set(linear)) or 'recurrent'} layers keep a state that cannot roll back; "
+            "use an attention-only model",
+        )
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            raise refuse(
+                "rope_type",
+                parameters["rope_type"],
+                "its frequencies follow the longest text in the batch; use a checkpoint with another RoPE type",
+                NotImplementedError,
+            )
+
+
+def check_call(arguments: dict[str, Any], rows: int | None) -> None:
+    """
+    Refuses keyword arguments of `generate` that the gate cannot honour.
+
+    Args:
+        arguments (`dict`): what the caller passed, `generate`'s own named parameters included.
+        rows (`int`, *optional*): rows of the input ids, where they are known.
+
+    Raises:
+        `ValueError`, `NotImplementedError`: names the argument and what to do.
+    """
+    given = {name for name, value in arguments.items() if value is not None}
+    if "inputs_embeds" in given:
+        raise refuse("inputs_embeds", "tensor", "the verifier re-reads token ids; pass `input_ids`")
+    if "position_ids" in given:
+        raise refuse("position_ids", "tensor", "positions are counted from each row's own first token; leave it out")
+    for name in IMAGE_ARGUMENTS:
+        if name in given:
+            raise refuse(name, "tensor", "only text prompts can be verified; leave it out")
+    if "assistant_model" in given:
+        raise refuse("assistant_model", "model", "the gate is its own draft and verify; leave it out")
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if arguments.get(name):
+            raise refuse(name, arguments[name], "assisted decoding drafts in its own way; leave it out")
+    if arguments.get("synced_gpus"):
+        raise refuse("synced_gpus", True, "ranks would run different numbers of passes and dead-lock; use one process")
+    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
+        if name in given:
+            raise refuse(name, "tensor", "classifier-free guidance keeps a state between steps; leave it out")
+    for name in ("cache", "past_key_values", "cache_params"):
+        if name in given:
+            raise refuse(
+                name,
+                type(arguments[name]).__name__,
+                "keys and values of unknown origin are not canonical; pass the whole text as `input_ids`",
+                NotImplementedError,
+            )
+    if "custom_generate" in given:
+        raise refuse(
+            "custom_generate", arguments["custom_generate"], "it replaces the decode loop; leave one of them out"
+        )
+    if "streamer" in given and rows is not None and rows > 1:
+        raise refuse("streamer", type(arguments["streamer"]).__name__, f"streamers take one row, got {rows}")
+
+
+def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) -> None:
+    """
+    Refuses decoding strategies that are not greedy, and cache formats that cannot be repaired.
+
+    Raises:
+        `ValueError`, `NotImplementedError`: names the field and what to do.
+    """
+    if gate.coverage == "gated":
+        raise refuse("coverage", "gated", 'only coverage="full" is built so far', NotImplementedError)
+    if gate.precision != "float32":
+        raise refuse("precision", gate.precision, 'only precision="float32" is built so far', NotImplementedError)
+    if config.do_sample:
+        raise refuse("do_sample", True, "the gate decodes greedily; pass `do_sample=False`")
+    if (config.num_beams or 1) > 1:
+        raise refuse("num_beams", config.num_beams, "the gate decodes greedily; pass `num_beams=1`")
+    if (config.num_return_sequences or 1) > 1:
+        raise refuse("num_return_sequences", config.num_return_sequences, "greedy decoding has one answer; pass 1")
+    if config.use_cache is False:
+        raise refuse("use_cache", False, "verification works on the cache; leave it out")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise refuse("cache_implementation", config.cache_implementation, STATIC_HELP)
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha", "dola_layers"):
+        if getattr(config, name, None):
+            raise refuse(name, getattr(config, name), "it selects another decoding strategy; leave it out")
+    for name in ("constraints", "force_words_ids", "token_healing"):
+        if getattr(config, name, None):
+            raise refuse(name, getattr(config, name), "the gate decodes greedily; leave it out")
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise refuse("guidance_scale", config.guidance_scale, "classifier-free guidance keeps a state; leave it out")
+    if config.watermarking_config is not None:
+        raise refuse("watermarking_config", "config", "watermarking keeps a state between steps; leave it out")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise refuse(name, True, "the fast path's would not be canonical; run the model's forward on the result")
+
+
+def unpadded_prompts(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_or_eos: set[int], mask_given: bool
+) -> list[list[int]]:
+    """
+    Each row's own token ids.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[rows, length]`).
+        attention_mask (`torch.Tensor` of shape `[rows, length]`, *optional*): 1 on the row's own tokens; padding on
+            the left, the right or both.
+        pad_or_eos (`set[int]`): ids that could be padding, where no mask tells.
+        mask_given (`bool`): whether the caller passed a mask.
+
+    Raises:
+        `ValueError`: a hole in the mask, an empty row, or padding that cannot be told from text.
+    """
+    ids = input_ids.tolist()
+    if attention_mask is None:
+        if not mask_given and len(ids) > 1:
+            for row, tokens in enumerate(ids):
+                if tokens and (tokens[0] in pad_or_eos or tokens[-1] in pad_or_eos):
+                    raise ValueError(
+                        f"`attention_mask` is missing and row {row} begins or ends with the pad/eos id: padding "
+                        "cannot be told from text. Pass the tokenizer's `attention_mask`."
+                    )
+        prompts = ids
+    else:
+        if attention_mask.shape != input_ids.shape:
+            raise refuse("attention_mask", tuple(attention_mask.shape), f"it must be {tuple(input_ids.shape)}")
+        prompts = [
+            _masked(row, tokens, kept)
+            for row, (tokens, kept) in enumerate(zip(ids, attention_mask.tolist(), strict=True))
+        ]
+    for row, tokens in enumerate(prompts):
+        if not tokens:
+            raise ValueError(f"`input_ids` row {row} holds no token; every prompt needs at least one.")
+    return prompts
+
+
+def _masked(row: int, tokens: list[int], kept: list[int]) -> list[int]:
+    held = [position for position, keep in enumerate(kept) if keep]
+    if held and held[-1] - held[0] + 1 != len(held):
+        raise ValueError(
+            f"`attention_mask` row {row} has a hole: 0 between 1s at position {_first_hole(held)}. "
+            "Only padding on the left and right is allowed."
+        )
+    return [tokens[position] for position in held]
+
+
+def _first_hole(held: list[int]) -> int:
+    return next(a + 1 for a, b in zip(held, held[1:], strict=False) if b != a + 1)

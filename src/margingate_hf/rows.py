@@ -1,0 +1,112 @@
+"""What the decode loop knows of one prompt, and the comparison of drafts with canonical tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LogitsProcessorList
+
+
+@dataclass(frozen=True)
+class Decision:
+    """
+    Outcome of one pass for one row.
+
+    Attributes:
+        committed: canonical tokens, in order; at least one.
+        flipped: whether the last of them replaces a different draft.
+        wasted: drafts dropped behind it.
+    """
+
+    committed: tuple[int, ...]
+    flipped: bool
+    wasted: int
+
+
+def compare(drafts: Sequence[int], canonical: Callable[[int], int]) -> Decision:
+    """
+    The longest agreeing prefix, and the canonical token that follows it.
+
+    Args:
+        drafts (`Sequence[int]`): tokens of the fast path, position by position.
+        canonical (`Callable[[int], int]`): the canonical token of draft `i`, valid while drafts `0 ... i-1` agree;
+            `canonical(len(drafts))` is the token after the last.
+
+    Returns:
+        [`Decision`]: after LLM-42 (arXiv 2601.17768, decode-verify-rollback), with no cache and no model in sight.
+    """
+    committed: list[int] = []
+    for index, draft in enumerate(drafts):
+        token = canonical(index)
+        committed.append(token)
+        if token != draft:
+            return Decision(tuple(committed), flipped=True, wasted=len(drafts) - index - 1)
+    committed.append(canonical(len(drafts)))
+    return Decision(tuple(committed), flipped=False, wasted=0)
+
+
+@dataclass
+class Row:
+    """
+    One prompt on its way through the loop.
+
+    Attributes:
+        index: the caller's row.
+        slot: its row in the cache, which changes as other rows retire.
+        prompt: unpadded token ids.
+        limit: new tokens it may have.
+        processors: its own logits processors, or `None`.
+        committed: canonical new tokens.
+        margins: canonical margin at each of them, in logits of the processed scores.
+        drafts, low: tokens decoded ahead, and how many of them had a low margin.
+        logits, scores: canonical FP32 `[vocabulary]` a committed token, where the caller wants them.
+        done: ended by EOS, limit or a criterion.
+    """
+
+    index: int
+    slot: int
+    prompt: list[int]
+    limit: int
+    processors: LogitsProcessorList | None = None
+    committed: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    low: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    low_margin_steps: int = 0
+    flips: int = 0
+    wasted: int = 0
+    done: bool = False
+
+    @property
+    def verified(self) -> int:
+        """Columns a pass has written: all of the text but its last token."""
+        return len(self.prompt) + len(self.committed) - 1
+
+    @property
+    def last(self) -> int:
+        """The newest token, committed or draft."""
+        return (self.drafts or self.committed)[-1]
+
+    def pending(self) -> list[int]:
+        """Tokens the next pass has to read: the last committed one and the drafts."""
+        return [self.committed[-1], *self.drafts]
+
+    def process(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """
+        The row's processors on one step, called as for a batch of one.
+
+        Args:
+            ids (`list[int]`): the row's unpadded tokens before the step.
+            logits (`torch.Tensor` of shape `[vocabulary]`, float32).
+
+        Returns:
+            `torch.Tensor` of shape `[vocabulary]`, float32.
+        """
+        if not self.processors:
+            return logits
+        scores = logits[None].clone()  # some processors write in place
+        return self.processors(torch.tensor([ids], device=logits.device), scores)[0]

@@ -1,0 +1,22 @@
+"""FP32 verifier with fixed reduction plans, checked against itself and the model before use."""
+
+from .mode import StrictVerifierError, VerifierMode
+from .plans import CPU_PLANS, LinearPlan, PrepackedPlan, TilePlan
+from .reference import reference_logits
+from .selftest import VerifierError, self_test
+from .verifier import Verifier, forget_verifiers, verifier_for
+
+__all__ = [
+    "CPU_PLANS",
+    "LinearPlan",
+    "PrepackedPlan",
+    "StrictVerifierError",
+    "TilePlan",
+    "Verifier",
+    "VerifierError",
+    "VerifierMode",
+    "forget_verifiers",
+    "reference_logits",
+    "self_test",
+    "verifier_for",
+]

@@ -1,0 +1,274 @@
+"""The strict operator mode: what each torch call of the model's own forward becomes during a verifier pass.
+
+Deny by default. A call is routed to a fixed-plan form (`ROUTED`), or stands on the audited list of calls that are
+exact or
+whose bits depend on one element or one row alone (`SAFE`), or returns no floating-point tensor, or raises. Weights are
+up-cast where they are used; activations are FP32 from the embedding on, and a call that would turn one into 16 bits
+raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from ..fixed_plan import fixed_plan
+from . import arithmetic
+from .weights import WeightStore
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class StrictVerifierError(RuntimeError):
+    """The model's forward used an operation that the verifier has no fixed plan for."""
+
+
+class VerifierMode(TorchFunctionMode):
+    """
+    Routes one model forward.
+
+    Args:
+        store ([`WeightStore`]): the packed FP32 weights.
+        strict (`bool`): raise on an unknown operation; otherwise let it run and note it in `unplanned`.
+
+    Attributes:
+        unplanned (`set[str]`): names of operations let through with `strict=False`.
+    """
+
+    def __init__(self, store: WeightStore, strict: bool = True):
+        super().__init__()
+        self.store = store
+        self.strict = strict
+        self.unplanned: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = ROUTED.get(func)
+        if handler is not None:
+            with fixed_plan():
+                return handler(self, func, *args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            if result.dtype in HALF:
+                self._check_half(func, result, args, kwargs)
+            elif result.is_floating_point() and func not in SAFE:
+                self._refuse(func, "has no fixed plan")
+        elif func not in SAFE and _holds_floats(result):
+            self._refuse(func, "has no fixed plan")
+        return result
+
+    def _check_half(self, func: Callable, result: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A 16-bit result is fine where it is a constant of the checkpoint, never where an activation went in."""
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and not self.store.owns(tensor):
+                    self._refuse(func, f"turns an FP32 activation into {str(result.dtype).removeprefix('torch.')}")
+
+    def _refuse(self, func: Callable, why: str) -> None:
+        name = resolve_name(func) or getattr(func, "__name__", repr(func))
+        if self.strict:
+            raise StrictVerifierError(
+                f"`{name}` {why}, so the verifier cannot promise its bits. "
+                "MarginGateConfig(strict=False) runs it unchanged and gives up the guarantee."
+            )
+        self.unplanned.add(f"{name} {why}")
+
+
+def _holds_floats(result: Any) -> bool:
+    if not isinstance(result, (tuple, list)):
+        return False
+    return any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in result)
+
+
+def _linear(mode: VerifierMode, func: Callable, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    rows = input.float().reshape(-1, input.shape[-1])
+    out = mode.store.plan.linear(rows, mode.store.packed(weight))
+    out = out.view(*input.shape[:-1], weight.shape[0])
+    return out if bias is None else out.add_(bias.float())
+
+
+def _matmul(mode: VerifierMode, func: Callable, input: Any, other: Any) -> torch.Tensor:
+    a, b = input, other
+    if a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == 1 and b.shape[-2] == 1:
+        return a.float() * b.float()  # an outer product sums nothing
+    if b.dim() == 2 and mode.store.owns(b):
+        return _linear(mode, func, a, b.t())
+    mode._refuse(func, "multiplies two activations, which")
+    return func(a.float(), b.float())
+
+
+def _addmm(
+    mode: VerifierMode, func: Callable, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if beta != 1 or alpha != 1 or not mode.store.owns(mat2):
+        mode._refuse(func, "with scaling or on activations")
+        return func(input.float(), mat1.float(), mat2.float(), beta=beta, alpha=alpha)
+    return _linear(mode, func, mat1, mat2.t(), input)
+
+
+def _embedding(mode: VerifierMode, func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return func(*args, **kwargs).float()
+
+
+def _last_dim(mode: VerifierMode, func: Callable, x: torch.Tensor, dim: Any) -> bool:
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if x.is_floating_point() and (len(dims) != 1 or dims[0] not in (-1, x.dim() - 1)):
+        mode._refuse(func, f"over dimensions {dim} of {x.dim()}")
+        return False
+    return x.is_floating_point()
+
+
+def _reduction(row_form: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    def handler(
+        mode: VerifierMode, func: Callable, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> torch.Tensor:
+        if not _last_dim(mode, func, input, dim):
+            return func(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), dtype=dtype)
+        out = row_form(input.float())
+        return out if keepdim else out.squeeze(-1)
+
+    return handler
+
+
+def _softmax(form: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    def handler(
+        mode: VerifierMode, func: Callable, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+    ) -> torch.Tensor:
+        if not _last_dim(mode, func, input, dim):
+            return func(input, dim=dim, dtype=dtype)
+        return form(input.float())
+
+    return handler
+
+
+def _layer_norm(
+    mode: VerifierMode,
+    func: Callable,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> torch.Tensor:
+    if len(normalized_shape) != 1:
+        mode._refuse(func, f"over {len(normalized_shape)} dimensions")
+    return arithmetic.layer_norm(input.float(), weight, bias, eps)
+
+
+def _rms_norm(
+    mode: VerifierMode, func: Callable, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> torch.Tensor:
+    if len(normalized_shape) != 1:
+        mode._refuse(func, f"over {len(normalized_shape)} dimensions")
+    return arithmetic.rms_norm(input.float(), weight, torch.finfo(input.dtype).eps if eps is None else eps)
+
+
+def _pow(mode: VerifierMode, func: Callable, input: Any, exponent: Any) -> torch.Tensor:
+    if isinstance(input, torch.Tensor) and exponent == 2:
+        return input * input
+    if isinstance(input, torch.Tensor) and exponent == 3:
+        return input * input * input
+    if not (isinstance(input, torch.Tensor) and input.is_floating_point()) or not mode.store.owns(input):
+        mode._refuse(func, f"with exponent {exponent!r}")
+    return func(input, exponent)
+
+
+def _elementwise(form: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    def handler(mode: VerifierMode, func: Callable, input: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("inplace", None)
+        return form(input.float(), *args, **kwargs)
+
+    return handler
+
+
+def _rsqrt(x: torch.Tensor) -> torch.Tensor:
+    return 1.0 / x.sqrt()  # the library's own form is an approximation on some processors
+
+
+def _dropout(
+    mode: VerifierMode, func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if training and p > 0:
+        mode._refuse(func, "is random")
+    return input
+
+
+def _everywhere(name: str) -> list[Callable]:
+    """All spellings of an operation: `torch.x`, `Tensor.x`, `F.x` and torch's own private homes of them."""
+    homes = (torch, torch.Tensor, F, torch._C._nn, torch.special)
+    return [getattr(home, name) for home in homes if hasattr(home, name)]
+
+
+def _table() -> dict[Callable, Callable]:
+    entries: dict[str, Callable] = {
+        "linear": _linear,
+        "matmul": _matmul,
+        "__matmul__": _matmul,
+        "mm": _matmul,
+        "bmm": _matmul,
+        "addmm": _addmm,
+        "embedding": _embedding,
+        "sum": _reduction(arithmetic.row_sum),
+        "mean": _reduction(arithmetic.row_mean),
+        "softmax": _softmax(arithmetic.softmax),
+        "log_softmax": _softmax(arithmetic.log_softmax),
+        "layer_norm": _layer_norm,
+        "rms_norm": _rms_norm,
+        "pow": _pow,
+        "__pow__": _pow,
+        "square": _elementwise(lambda x: x * x),
+        "rsqrt": _elementwise(_rsqrt),
+        "silu": _elementwise(arithmetic.silu),
+        "sigmoid": _elementwise(arithmetic.sigmoid),
+        "gelu": _elementwise(arithmetic.gelu),
+        "softplus": _elementwise(arithmetic.softplus),
+        "tanh": _elementwise(torch.tanh),
+        "exp": _elementwise(torch.exp),
+        "erf": _elementwise(torch.erf),
+        "cos": _elementwise(torch.cos),
+        "sin": _elementwise(torch.sin),
+        "log": _elementwise(torch.log),
+        "dropout": _dropout,
+    }
+    return {func: handler for name, handler in entries.items() for func in _everywhere(name)}
+
+
+# Correctly rounded or exact per element: the bits of a result depend on its own operands alone.
+_EXACT = (
+    "add add_ sub sub_ rsub subtract mul mul_ multiply div div_ divide true_divide neg neg_ abs sqrt reciprocal "
+    "maximum minimum clamp clamp_ clamp_min clamp_max clip relu relu_ sign floor ceil round where masked_fill "
+    "masked_fill_ addcmul addcdiv __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ "
+    "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __neg__ __abs__ hardtanh leaky_relu"
+)
+# Views, copies, casts and moves of whole elements.
+_MOVES = (
+    "view reshape view_as reshape_as transpose swapaxes permute t mT T contiguous clone detach expand expand_as "
+    "broadcast_to unsqueeze unsqueeze_ squeeze squeeze_ flatten unflatten narrow select chunk split unbind "
+    "tensor_split split_with_sizes unsafe_split unsafe_chunk __getitem__ __setitem__ __iter__ cat concat stack "
+    "hstack vstack repeat repeat_interleave tile roll flip index_select index_fill gather scatter scatter_ "
+    "take_along_dim index_copy index_copy_ index_put index_put_ index_add index_add_ masked_scatter copy_ fill_ "
+    "zero_ pad to float double type type_as half bfloat16 cpu cuda data requires_grad_ zeros ones empty full "
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor tensor as_tensor "
+    "arange linspace triu tril diagonal as_strided movedim moveaxis"
+)
+# Selections: a maximum has no order of summation.
+_SELECTIONS = "max min amax amin argmax argmin topk sort argsort nonzero item tolist"
+
+
+def _safe() -> frozenset[Callable]:
+    found = {func for name in (_EXACT + " " + _MOVES + " " + _SELECTIONS).split() for func in _everywhere(name)}
+    for name in ("data", "T", "mT", "real", "grad", "H"):
+        found.add(getattr(torch.Tensor, name).__get__)
+    found.add(torch.functional.split)
+    return frozenset(func for func in found if callable(func))
+
+
+ROUTED: dict[Callable, Callable] = _table()
+SAFE: frozenset[Callable] = _safe()

@@ -1,0 +1,138 @@
+"""Linear plans for CPUs: ways to multiply FP32 rows by a weight so that a row's bits do not depend on the other rows.
+
+A plan fixes how rows are grouped into matrix products. Which groupings keep their bits is a property of the BLAS, the
+processor and the weight's shape, so no plan is trusted: `probe_linear` compares every product size that the plan can
+issue,
+bit for bit, before the plan is used (DESIGN section 6 of the project: "we do not trust a BLAS; we check it").
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class LinearPlan(Protocol):
+    """
+    Attributes:
+        name: part of the fingerprint.
+        sizes: every row count of a matrix product that `linear` may issue.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+    def available(self) -> bool:
+        """Whether this build of torch has what the plan needs."""
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        """Prepares a float32 weight `[out, in]` for `linear`."""
+
+    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        """`rows @ weight.T`: float32 `[n, in]` to float32 `[n, out]`, any `n >= 1`."""
+
+
+def _pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    missing = count - rows.shape[0]
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+class PrepackedPlan:
+    """
+    oneDNN's FP32 inner product on a weight it has reordered once.
+
+    Rows are padded up to the next of a few sizes: fewer kernels to generate, and few enough that the probe can
+    compare all of them. A single row is padded to 2, since oneDNN switches to a matrix-vector kernel with other bits
+    at 1. The operators
+    are private to torch (its own inductor uses them), hence `available` and the plans behind this one.
+    """
+
+    name = "onednn-prepacked"
+    sizes = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+    def available(self) -> bool:
+        ops = getattr(torch.ops, "mkldnn", None)
+        return (
+            torch.backends.mkldnn.is_available()
+            and hasattr(ops, "_reorder_linear_weight")
+            and hasattr(ops, "_linear_pointwise")
+        )
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+
+    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        largest = self.sizes[-1]
+        if rows.shape[0] <= largest:
+            return self._product(rows, packed)
+        return torch.cat([self._product(part, packed) for part in rows.split(largest)])
+
+    def _product(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        count = rows.shape[0]
+        size = next(size for size in self.sizes if size >= count)
+        out = torch.ops.mkldnn._linear_pointwise(_pad_rows(rows, size), packed, None, "none", [], "")
+        return out[:count]
+
+
+class TilePlan:
+    """
+    `F.linear` on tiles of one fixed row count, the last tile zero-padded: the BLAS always sees the same shape.
+
+    Args:
+        rows (`int`): rows of a tile.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.name = f"tile-{rows}"
+        self.sizes = (rows,)
+
+    def available(self) -> bool:
+        return True
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        return weight.contiguous()
+
+    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        parts = [F.linear(_pad_rows(part, self.rows), packed)[: part.shape[0]] for part in rows.split(self.rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# In order of speed. One row at a time is last: slow, and independent of other rows by construction.
+CPU_PLANS: tuple[LinearPlan, ...] = (PrepackedPlan(), TilePlan(16), TilePlan(1))
+
+
+def probe_linear(plan: LinearPlan, weight: torch.Tensor) -> str | None:
+    """
+    Compares bits of the same row in every product the plan can issue, at both ends of it, among other neighbours.
+
+    Args:
+        plan ([`LinearPlan`]): the plan.
+        weight (`torch.Tensor` of shape `[out, in]`, float32): a weight; only its shape matters.
+
+    Returns:
+        `None` if all bits agree, otherwise one sentence that says where they do not.
+    """
+    packed = plan.pack(weight)
+    generator = torch.Generator().manual_seed(0)
+    largest = max(plan.sizes)
+    rows = torch.randn(largest, weight.shape[1], generator=generator)
+    whole = plan.linear(rows, packed)
+    shape = f"{weight.shape[0]}x{weight.shape[1]}"
+    for count in sorted({1, *plan.sizes, *(size - 1 for size in plan.sizes if size > 2)}):
+        if not torch.equal(plan.linear(rows[:count], packed), whole[:count]):
+            return f"weight {shape}: a row's bits change between {count} and {largest} rows"
+        if not torch.equal(plan.linear(rows[:count].flip(0), packed), whole[:count].flip(0)):
+            return f"weight {shape}: a row's bits depend on its place among {count} rows"
+    poisoned = rows[: plan.sizes[0]].clone()
+    poisoned[1:] = float("nan")
+    if not torch.equal(plan.linear(poisoned, packed)[:1], whole[:1]):
+        return f"weight {shape}: a row's bits depend on NaN neighbours"
+    if not torch.isfinite(whole).all():
+        return f"weight {shape}: a product of finite numbers is not finite"
+    return None

@@ -1,0 +1,91 @@
+"""The model's stock eager FP32 forward, with weights up-cast at use: what a verifier's logits must come close to.
+
+Ordinary library kernels, so *not* batch-invariant: it measures correctness, and stands in for "FP32 alone" in tests
+that must fail without fixed plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..attention import attention_configs
+
+_UPCAST = frozenset(
+    {
+        F.linear,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        F.layer_norm,
+        torch.layer_norm,
+        F.rms_norm,
+    }
+)
+
+
+def _wide(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class PlainMode(TorchFunctionMode):
+    """
+    Up-casts the operands of products and norms to `dtype` and otherwise leaves torch alone.
+
+    Args:
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): float32 or float64.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.embedding, torch.embedding):
+            return func(*args, **kwargs).to(self.dtype)
+        if func in _UPCAST:
+            args = tuple(_wide(value, self.dtype) for value in args)
+            kwargs = {name: _wide(value, self.dtype) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def eager_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Selects the model's eager attention for the duration of the block."""
+    before = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+def reference_logits(model: Any, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """
+    Logits of one text alone, no cache, no padding.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        tokens (`list[int]`): the text.
+
+    Returns:
+        `torch.Tensor` of shape `[len(tokens), vocabulary]`, `dtype`.
+    """
+    ids = torch.tensor([tokens], device=model.device)
+    with eager_attention(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
+        return model(input_ids=ids, use_cache=False).logits[0].to(dtype)

@@ -1,0 +1,178 @@
+"""Checks a verifier on this machine and this model before it is trusted, and takes the next safer plan where it fails.
+
+Parts, on ragged texts longer than a K/V block, a query tile and the default window:
+
+- *coverage*: every layer is of a type we know, our attention was called exactly once per layer, no operator ran
+unplanned;
+- *correctness*: logits equal the model's stock eager FP32 forward of each text alone within `TOLERANCE`;
+- *invariance*: the same tokens in other windows, batches and orders give the same bits, logits and cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import MarginGateConfig
+from ..geometry import KV_BLOCK, Segment, verify_geometry
+from .arithmetic import probe_elementwise, probe_reductions
+from .audit import OperatorAudit
+from .plans import LinearPlan, probe_linear
+from .reference import reference_logits
+from .verifier import Verifier, n_layers
+
+logger = logging.getLogger(__name__)
+
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# With exact K/V (three planes) verifier and reference differ by FP32 rounding alone. One operation rounds by 2^-24; a
+# logit is the end of a chain of products over up to thousands of terms and tens of layers whose errors add at random,
+# measured at 7e-7 of the logits' norm on a 30-layer model. A wrong scale, mask, position or cap moves logits by 1e-2
+# or more of their norm.
+TOLERANCE = 1e-4
+WINDOWS = (1, 2, 5, 8, 17, 33)
+
+
+class VerifierError(RuntimeError):
+    """No plan makes this model's verifier invariant and correct on this machine."""
+
+
+def choose_verifier(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan]) -> Verifier:
+    """
+    The first plan that passes the self-test.
+
+    Raises:
+        `VerifierError`: none does; names the plans, the part each failed and how.
+    """
+    problem = check_layer_types(model) or probe_elementwise() or probe_reductions()
+    if problem:
+        raise VerifierError(f"The verifier's self-test failed: {problem}.")
+    failures: list[str] = []
+    for plan in plans:
+        if not plan.available():
+            continue
+        problem, verifier = _try_plan(model, config, plan)
+        if problem is None:
+            assert verifier is not None
+            if failures:
+                logger.warning(
+                    "verifier plan %s is used; a faster one failed its self-test (%s)", plan.name, "; ".join(failures)
+                )
+            return verifier
+        failures.append(f"{plan.name}: {problem}")
+    raise VerifierError(
+        "The verifier's self-test failed under every plan, so the output could not be promised: "
+        + "; ".join(failures)
+        + ". Use margin_gate=None for plain decoding."
+    )
+
+
+def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[str | None, Verifier | None]:
+    verifier = Verifier(model, plan, config.strict, config.resident_weights)
+    for shape in verifier.store.linear_shapes():
+        problem = probe_linear(plan, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        if problem:
+            return f"invariance: {problem}", None
+    return self_test(verifier), verifier
+
+
+def check_layer_types(model: Any) -> str | None:
+    """`None` if every declared layer type is one our attention knows, otherwise a sentence that names the others."""
+    config = model.config.get_text_config(decoder=True)
+    declared = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "attention_chunk_size", None) and "chunked_attention" in declared:
+        return "coverage: chunked attention lives in the mask alone, which the verifier does not read"
+    unknown = declared - KNOWN_LAYER_TYPES
+    if unknown:
+        return f"coverage: layer types {sorted(unknown)} are none of {sorted(KNOWN_LAYER_TYPES)}"
+    return None
+
+
+def self_test(verifier: Verifier) -> str | None:
+    """
+    Runs the three parts.
+
+    Returns:
+        `None` if all hold, otherwise a sentence that starts with the part that does not.
+    """
+    texts = _texts(verifier.model)
+    problem = _coverage(verifier, texts[-1])
+    if problem:
+        return problem
+    alone = [_run(verifier, [text])[0] for text in texts]
+    return _correctness(verifier, texts, alone) or _invariance(verifier, texts, alone)
+
+
+def _texts(model: Any) -> list[list[int]]:
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or KV_BLOCK + 9
+    lengths = (min(KV_BLOCK + 9, limit), min(21, limit), min(5, limit))
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _coverage(verifier: Verifier, text: list[int]) -> str | None:
+    cache = verifier.new_cache(1, 3)
+    cache.reserve(len(text))
+    geometry = verify_geometry([Segment(0, 0, text)], verifier.model.device)
+    audit = OperatorAudit()
+    with audit, verifier.scope(geometry):
+        verifier.model(
+            input_ids=torch.tensor([text], device=verifier.model.device),
+            position_ids=geometry.positions[None],
+            cache=cache,
+            use_cache=True,
+        )
+    expected = {layer: 1 for layer in range(n_layers(verifier.model))}
+    if geometry.calls != expected:
+        missing = sorted(expected.keys() - geometry.calls.keys())
+        return (
+            "coverage: the model does not call the registered attention once per layer "
+            f"(layers never reached: {missing}, calls: {geometry.calls})"
+        )
+    if audit.found and verifier.mode.strict:
+        return f"coverage: operators {sorted(audit.found)} ran outside the fixed plan"
+    return None
+
+
+def _correctness(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
+    for text, logits in zip(texts, alone, strict=True):
+        with torch.no_grad():
+            reference = reference_logits(verifier.model, text)
+        error = float((logits - reference).norm() / reference.norm())
+        if not error <= TOLERANCE:
+            return (
+                f"correctness: logits of a text of {len(text)} tokens are {error:.1e} (relative) away from the model's "
+                f"own eager FP32 forward, allowed {TOLERANCE:.0e}"
+            )
+    return None
+
+
+def _invariance(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
+    together = _run(verifier, texts)
+    backwards = _run(verifier, texts[::-1])[::-1]
+    cut = [_run_cut(verifier, text) for text in texts]
+    for name, others in (("all in one pass", together), ("in reverse order", backwards), ("in small windows", cut)):
+        for text, first, other in zip(texts, alone, others, strict=True):
+            if not torch.equal(first, other):
+                differing = int((first != other).any(-1).sum())
+                return f"invariance: {differing} of {len(text)} positions change their bits {name}"
+    return None
+
+
+def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:
+    cache = verifier.new_cache(len(texts), 3)
+    logits = verifier.run(cache, [Segment(slot, 0, text) for slot, text in enumerate(texts)])
+    return list(logits.split([len(text) for text in texts]))
+
+
+def _run_cut(verifier: Verifier, text: list[int]) -> torch.Tensor:
+    cache = verifier.new_cache(1, 3)
+    parts, start, turn = [], 0, 0
+    while start < len(text):
+        size = WINDOWS[turn] if turn < len(WINDOWS) else len(text)
+        parts.append(verifier.run(cache, [Segment(0, start, text[start : start + size])]))
+        start, turn = start + size, turn + 1
+    return torch.cat(parts)

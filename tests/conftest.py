@@ -1,0 +1,61 @@
+"""Fixtures. Transformers' deprecation log lines fail the suite: this package lives on another library's internals."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from margingate_hf import enable
+from tiny import tiny_model
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+class _Deprecations(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "deprecated" in record.getMessage().lower():
+            self.lines.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def no_deprecations() -> Iterator[None]:
+    handler = _Deprecations()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not handler.lines, f"transformers deprecates something we call: {handler.lines}"
+
+
+@pytest.fixture
+def llama() -> Any:
+    """A tiny enabled Llama in BF16."""
+    return enable(tiny_model("llama"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in BF16, enabled, and its tokenizer."""
+    from margingate_hf.demo.checkpoint import smollm2_path
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = smollm2_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    return enable(model), AutoTokenizer.from_pretrained(path, padding_side="left")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))

@@ -1,0 +1,80 @@
+"""Tiny random models, scaled so that greedy decoding shows many distinct tokens instead of one loop."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 257
+BASE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def _without(*names: str) -> dict:
+    return {key: value for key, value in BASE.items() if key not in names}
+
+
+CONFIGS: dict[str, functools.partial] = {
+    "llama": functools.partial(transformers.LlamaConfig, **BASE),
+    "llama-tied": functools.partial(transformers.LlamaConfig, **BASE, tie_word_embeddings=True),
+    "qwen2": functools.partial(transformers.Qwen2Config, **BASE),
+    "qwen3": functools.partial(transformers.Qwen3Config, **BASE, head_dim=16),
+    "mistral": functools.partial(transformers.MistralConfig, **BASE, sliding_window=12),
+    "gpt-neox": functools.partial(transformers.GPTNeoXConfig, **_without("num_key_value_heads")),
+    "gpt2": functools.partial(
+        transformers.GPT2Config,
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gemma2": functools.partial(
+        transformers.Gemma2Config, **BASE, head_dim=16, sliding_window=12, query_pre_attn_scalar=16
+    ),
+}
+
+
+def tiny_config(name: str, **changes: object) -> PreTrainedConfig:
+    """The config of a tiny architecture, some fields changed."""
+    return CONFIGS[name](**changes)
+
+
+def tiny_model(
+    name: str = "llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 22.0, **changes: object
+) -> PreTrainedModel:
+    """A random model in eval mode; matrices but the embeddings are multiplied by `scale`, vectors made random."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=dtype)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        for parameter in model.parameters():
+            if parameter.ndim >= 2 and parameter is not embeddings:
+                parameter.mul_(scale)
+            elif parameter.ndim == 1:  # biases start at 0 and norms at 1: give them something to do
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = 2
+    return model.eval()
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Random token ids without special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
