@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
 from margingate_hf import enable
 from tiny import tiny_model
 
@@ -47,8 +48,9 @@ def llama() -> Any:
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in BF16, enabled, and its tokenizer."""
-    from margingate_hf.demo.checkpoint import smollm2_path
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from margingate_hf.demo.checkpoint import smollm2_path
 
     path = smollm2_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()

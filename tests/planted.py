@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+
 from margingate_hf import attention
 from margingate_hf.geometry import DecodeGeometry, VerifyGeometry, current_geometry
 from margingate_hf.verifier import Verifier
@@ -86,5 +87,3 @@ def disturbed_drafts(model: Any, wrong_at: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-

@@ -1,4 +1,4 @@
-"""What "the same" means in this suite: tokens, canonical logits and committed K/V columns, bit for bit, at every position."""
+"""What "the same" means in this suite: tokens, canonical logits and committed K/V columns, bit for bit, everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from margingate_hf import MarginGateConfig
 from margingate_hf.geometry import Segment
 from margingate_hf.verifier import verifier_for

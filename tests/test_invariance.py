@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from margingate_hf import MarginGateConfig, enable
 from planted import disturbed_drafts, plain_verifier
 from sameness import Run, assert_same, canonical, run_batch
@@ -18,12 +19,12 @@ NEW_TOKENS = 20
 ARCHITECTURES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "gpt2", "gemma2"]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def model_of(name: str) -> Any:
     return enable(tiny_model(name))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def canonical_of(name: str, prompt: tuple[int, ...], planes: int = 2) -> Run:
     return canonical(model_of(name), list(prompt), NEW_TOKENS, MarginGateConfig(kv_planes=planes))
 

@@ -3,7 +3,8 @@
 from .cache import MarginGateCache
 from .config import MarginGateConfig
 from .gate import MarginGateLogitsProcessor
-from .generation import MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable, install_hint
+from .generation import MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable
+from .hint import install_hint
 from .outputs import MarginGateOutput, MarginGateStatistics, RowStatistics
 
 __version__ = "0.1.0"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +112,13 @@ class MarginGateGenerationMixin(GenerationMixin):
             call.min_new_tokens, call.min_length = generation_config.min_new_tokens, generation_config.min_length or 0
         return super()._prepare_generated_length(generation_config=generation_config, **kwargs)
 
+    def _validate_generated_length(
+        self, generation_config: GenerationConfig, input_ids_length: int, has_default_max_length: bool
+    ) -> None:
+        # Stock compares the limits with the padded width; `_rows` compares them with each row's own length.
+        if _call_of(generation_config) is None or has_default_max_length:
+            super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
+
     def _get_logits_processor(
         self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> LogitsProcessorList:
@@ -125,6 +131,7 @@ class MarginGateGenerationMixin(GenerationMixin):
         """The processors a row would have alone and unpadded, or `None`."""
         arguments = dict(call.processor_arguments or {})
         own = copy.copy(generation_config)
+        own.max_length = len(prompt) + call.limit(len(prompt))
         own.min_length = call.min_length if call.min_new_tokens is None else len(prompt) + call.min_new_tokens
         allowed = arguments.get("prefix_allowed_tokens_fn")
         if allowed is not None:
@@ -339,29 +346,3 @@ class MarginGateModelForCausalLM:
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """Arguments of [`~transformers.AutoModelForCausalLM.from_config`]; returns the enabled model, in eval mode."""
         return enable(AutoModelForCausalLM.from_config(*args, **kwargs).eval())
-
-
-def install_hint() -> None:
-    """
-    Makes the error of a model that was not enabled say how to enable it.
-
-    Transformers refuses an unknown argument in a private method of `GenerationMixin`; this wraps it once, for the
-    text of that one error. Nothing else in transformers is touched by importing the package.
-    """
-    stock: Callable = GenerationMixin._validate_model_kwargs
-    if getattr(stock, "_margin_gate_hint", False):
-        return
-
-    def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
-        try:
-            stock(self, model_kwargs)
-        except ValueError as error:
-            if model_kwargs.get("margin_gate") is None:
-                raise
-            raise ValueError(
-                f"`margin_gate` was passed to {type(self).__name__}, which has not been enabled. "
-                "Call `margingate_hf.enable(model)` once, or load with `MarginGateModelForCausalLM.from_pretrained`."
-            ) from error
-
-    _validate_model_kwargs._margin_gate_hint = True  # type: ignore[attr-defined]
-    GenerationMixin._validate_model_kwargs = _validate_model_kwargs

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..fixed_plan import in_fixed_plan
@@ -39,7 +40,10 @@ class OperatorAudit(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Callable:
         name = func._schema.name.split("::")[-1]
-        result = func(*args, **(kwargs or {}))
-        if name in UNPLANNED_OPERATORS and not in_fixed_plan() and getattr(result, "is_floating_point", bool)():
-            self.found.add(name)
+        planned = in_fixed_plan()
+        with torch._C.DisableTorchFunction():  # `VerifierMode` has judged the Python call, if there was one
+            result = func(*args, **(kwargs or {}))
+            if name in UNPLANNED_OPERATORS and not planned and isinstance(result, torch.Tensor):
+                if result.is_floating_point():
+                    self.found.add(name)
         return result

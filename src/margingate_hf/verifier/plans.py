@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+ALIGNMENT = 64  # bytes; torch's own CPU allocations
+
 
 class LinearPlan(Protocol):
     """
@@ -37,9 +39,19 @@ class LinearPlan(Protocol):
         """`rows @ weight.T`: float32 `[n, in]` to float32 `[n, out]`, any `n >= 1`."""
 
 
-def _pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+def _operand(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """
+    `rows` zero-padded to `count` rows, aligned: a row's alignment would otherwise be its place in the batch.
+    """
     missing = count - rows.shape[0]
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return F.pad(rows, (0, 0, 0, missing)) if missing else _aligned(rows)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """
+    `x` itself, or a copy at an address a fresh tensor has; a BLAS may treat the head of an unaligned buffer apart.
+    """
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 class PrepackedPlan:
@@ -75,7 +87,7 @@ class PrepackedPlan:
     def _product(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
         count = rows.shape[0]
         size = next(size for size in self.sizes if size >= count)
-        out = torch.ops.mkldnn._linear_pointwise(_pad_rows(rows, size), packed, None, "none", [], "")
+        out = torch.ops.mkldnn._linear_pointwise(_operand(rows, size), packed, None, "none", [], "")
         return out[:count]
 
 
@@ -96,10 +108,10 @@ class TilePlan:
         return True
 
     def pack(self, weight: torch.Tensor) -> Any:
-        return weight.contiguous()
+        return _aligned(weight.contiguous())
 
     def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
-        parts = [F.linear(_pad_rows(part, self.rows), packed)[: part.shape[0]] for part in rows.split(self.rows)]
+        parts = [F.linear(_operand(part, self.rows), packed)[: part.shape[0]] for part in rows.split(self.rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

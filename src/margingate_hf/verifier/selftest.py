@@ -20,6 +20,7 @@ from ..config import MarginGateConfig
 from ..geometry import KV_BLOCK, Segment, verify_geometry
 from .arithmetic import probe_elementwise, probe_reductions
 from .audit import OperatorAudit
+from .mode import StrictVerifierError
 from .plans import LinearPlan, probe_linear
 from .reference import reference_logits
 from .verifier import Verifier, n_layers
@@ -118,13 +119,18 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     cache.reserve(len(text))
     geometry = verify_geometry([Segment(0, 0, text)], verifier.model.device)
     audit = OperatorAudit()
-    with audit, verifier.scope(geometry):
-        verifier.model(
-            input_ids=torch.tensor([text], device=verifier.model.device),
-            position_ids=geometry.positions[None],
-            cache=cache,
-            use_cache=True,
-        )
+    try:
+        with audit, verifier.scope(geometry):
+            verifier.model(
+                input_ids=torch.tensor([text], device=verifier.model.device),
+                position_ids=geometry.positions[None],
+                cache=cache,
+                use_cache=True,
+            )
+    except StrictVerifierError:
+        raise
+    except Exception as error:
+        return f"coverage: the model's forward does not run as a verifier pass ({type(error).__name__}: {error})"
     expected = {layer: 1 for layer in range(n_layers(verifier.model))}
     if geometry.calls != expected:
         missing = sorted(expected.keys() - geometry.calls.keys())

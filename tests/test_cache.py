@@ -1,0 +1,174 @@
+"""MarginGateCache: planes, growth, rollback, repair, the state check, the way back to a stock cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from margingate_hf import MarginGateCache
+from margingate_hf.geometry import KV_BLOCK, DecodeGeometry, Segment, geometry_scope, verify_geometry
+from margingate_hf.planes import round_to_planes
+from sameness import padded
+from tiny import random_prompts
+
+HEADS, DIM = 2, 4
+CPU = torch.device("cpu")
+
+
+def write(cache: MarginGateCache, segments: list[Segment], seed: int = 0) -> None:
+    """A verifier pass with random keys and values."""
+    cache.reserve(max(segment.stop for segment in segments))
+    geometry = verify_geometry(segments, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    with geometry_scope(geometry):
+        for layer in range(len(cache.layers)):
+            states = torch.randn(2, 1, HEADS, geometry.n_tokens, DIM, generator=generator)
+            cache.update(states[0], states[1], layer)
+    for segment in segments:
+        cache.extend(segment.slot, segment.start, segment.tokens, verified=True)
+
+
+def draft(cache: MarginGateCache, rows: int, value: float) -> None:
+    """A fast step that writes a constant column to the first rows."""
+    positions = cache.lengths[:rows]
+    cache.reserve(max(positions) + 1)
+    with geometry_scope(DecodeGeometry(torch.tensor(positions), max(positions) + 1)):
+        for layer in range(len(cache.layers)):
+            column = torch.full((rows, HEADS, 1, DIM), value, dtype=cache.dtype)
+            cache.update(column, column, layer)
+    for slot, position in enumerate(positions):
+        cache.extend(slot, position, [9], verified=False)
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
+def test_planes(values: list[float]) -> None:
+    x = torch.tensor(values)
+    error = {planes: (round_to_planes(x, torch.bfloat16, planes) - x).abs() for planes in (1, 2, 3)}
+    assert torch.equal(round_to_planes(x, torch.bfloat16, 1), x.bfloat16().float())
+    assert (error[1] <= x.abs() * 2.0**-8 + 1e-38).all()
+    assert (error[2] <= x.abs() * 2.0**-16 + 1e-38).all()
+    assert (error[3] == 0).all()
+    two = round_to_planes(x, torch.bfloat16, 2)
+    assert torch.equal(round_to_planes(two, torch.bfloat16, 2), two), "rounding twice is rounding once"
+    assert torch.equal(round_to_planes(x, torch.float32, 1), x)
+
+
+def test_grows_by_blocks_and_keeps_what_it_holds() -> None:
+    cache = MarginGateCache(2, 2, torch.bfloat16)
+    write(cache, [Segment(0, 0, range(5)), Segment(1, 0, range(3))])
+    assert cache.capacity == KV_BLOCK
+    before = [t.clone() for t in cache.committed(1, 0)]
+    write(cache, [Segment(1, 3, range(2 * KV_BLOCK))], seed=1)
+    assert cache.capacity == 3 * KV_BLOCK
+    assert cache.lengths == [5, 3 + 2 * KV_BLOCK]
+    for old, new in zip(before, cache.committed(1, 0), strict=True):
+        assert torch.equal(old, new)
+    cache.check()
+
+
+def test_a_pass_repairs_what_a_fast_step_drafted() -> None:
+    cache = MarginGateCache(1, 2, torch.bfloat16)
+    write(cache, [Segment(0, 0, [1, 2]), Segment(1, 0, [1])])
+    draft(cache, 2, 7.0)
+    draft(cache, 2, 7.0)
+    assert cache.lengths == [4, 3] and cache.verified == [2, 1]
+    assert (cache.layers[0].keys[0, :, 2:4] == 7).all()
+    cache.check()
+    write(cache, [Segment(0, 2, [9, 9]), Segment(1, 1, [9, 9])], seed=3)
+    assert cache.verified == [4, 3]
+    assert not (cache.layers[0].keys[0, :, 2:4] == 7).any()
+    cache.check()
+
+
+def test_rollback_is_a_length() -> None:
+    cache = MarginGateCache(1, 1, torch.bfloat16)
+    write(cache, [Segment(0, 0, [1, 2, 3])])
+    stored = cache.layers[0].exact_keys.clone()
+    cache.rollback(0, 1)
+    assert cache.lengths == [1] and cache.verified == [1]
+    assert torch.equal(cache.layers[0].exact_keys, stored)
+    with pytest.raises(ValueError, match="`length` must be between 0 and 1, got 2"):
+        cache.rollback(0, 2)
+
+
+def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
+    cache = MarginGateCache(1, 1, torch.bfloat16)
+    write(cache, [Segment(0, 0, [1, 2, 3])])
+    cache.check()
+    cache.layers[0].keys[0, 0, 1, 0] += 1
+    with pytest.raises(AssertionError, match="not repaired"):
+        cache.check()
+    cache.rollback(0, 1)
+    cache.check()
+    cache.layers[0].exact_values[0, 0, 0, 0, 0] = 1 + 2.0**-9 + 2.0**-23
+    with pytest.raises(AssertionError, match="format"):
+        cache.check()
+    cache.layers[0].exact_values[0, 0, 0, 0, 0] = float("nan")
+    with pytest.raises(AssertionError, match="finite"):
+        cache.check()
+
+
+def test_extend_refuses_holes_and_overwriting() -> None:
+    cache = MarginGateCache(1, 1, torch.bfloat16)
+    write(cache, [Segment(0, 0, [1, 2])])
+    with pytest.raises(ValueError, match="leaves a hole"):
+        cache.extend(0, 5, [1], verified=False)
+    with pytest.raises(ValueError, match="overwrite a verified"):
+        cache.extend(0, 1, [1], verified=False)
+    with pytest.raises(ValueError, match="`rows`"):
+        MarginGateCache(1, 0, torch.bfloat16)
+
+
+def test_swapped_rows_keep_their_columns() -> None:
+    cache = MarginGateCache(2, 3, torch.bfloat16)
+    write(cache, [Segment(0, 0, [1, 2]), Segment(1, 0, [3]), Segment(2, 0, [4, 5, 6])])
+    first, last = cache.committed(1, 0)[0].clone(), cache.committed(1, 2)[0].clone()
+    cache.swap_rows(0, 2)
+    assert cache.tokens == [[4, 5, 6], [3], [1, 2]]
+    assert torch.equal(cache.committed(1, 2)[0], first) and torch.equal(cache.committed(1, 0)[0], last)
+    cache.check()
+
+
+def test_stock_code_cannot_write_to_it() -> None:
+    cache = MarginGateCache(1, 1, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="to_dynamic_cache"):
+        cache.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
+
+
+def test_to_dynamic_cache_continues_in_stock_transformers(llama: Any) -> None:
+    prompts = random_prompts([6, 11])
+    out = llama.generate(
+        **padded(prompts), max_new_tokens=5, do_sample=False, margin_gate=True, return_dict_in_generate=True
+    )
+    cache, mask = out.cache.to_dynamic_cache()
+    assert type(cache) is DynamicCache
+    assert mask.sum(1).tolist() == out.cache.lengths
+    last = out.sequences[:, -1:]
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    positions = mask.sum(1, keepdim=True) - 1
+    with torch.no_grad():
+        step = llama(input_ids=last, attention_mask=mask, position_ids=positions, cache=cache).logits[:, -1]
+        for row, prompt in enumerate(prompts):
+            text = torch.tensor([prompt + out.sequences[row, 11:].tolist()])
+            alone = llama(input_ids=text).logits[0, -1]
+            assert (
+                step[row] - alone
+            ).norm() / alone.norm() < 0.2  # BF16 against BF16 with other K/V; layout errors give ~1
+
+
+def test_a_cache_made_in_inference_mode_can_be_written_later(llama: Any) -> None:
+    with torch.inference_mode():
+        out = llama.generate(
+            **padded(random_prompts([6])),
+            max_new_tokens=3,
+            do_sample=False,
+            margin_gate=True,
+            return_dict_in_generate=True,
+        )
+    out.cache.layers[0].keys[0, 0, 0, 0] = 1.0
+    assert not out.cache.layers[0].keys.is_inference()

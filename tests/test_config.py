@@ -1,0 +1,100 @@
+"""MarginGateConfig: validation, JSON round trip, unknown keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from margingate_hf import MarginGateConfig
+
+CONFIGS = st.builds(
+    MarginGateConfig,
+    threshold=st.one_of(st.floats(0, 1e6), st.just(math.inf)),
+    coverage=st.sampled_from(["full", "gated"]),
+    window=st.integers(1, 512),
+    schedule=st.sampled_from(["margin", "window"]),
+    low_margin_limit=st.integers(1, 512),
+    precision=st.sampled_from(["float32", "bfloat16"]),
+    kv_planes=st.integers(1, 3),
+    strict=st.booleans(),
+    resident_weights=st.sampled_from([None, True, False]),
+)
+
+
+@given(CONFIGS)
+def test_json_round_trip(config: MarginGateConfig) -> None:
+    text = config.to_json_string()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert MarginGateConfig.from_json_string(text) == config
+
+
+@given(CONFIGS)
+def test_update_replaces_one_field(config: MarginGateConfig) -> None:
+    changed = config.update(window=7)
+    assert changed.window == 7
+    assert dataclasses.replace(config, window=7) == changed
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("threshold", -0.1, ValueError),
+        ("threshold", math.nan, ValueError),
+        ("threshold", "wide", ValueError),
+        ("threshold", True, TypeError),
+        ("threshold", None, TypeError),
+        ("coverage", "partial", ValueError),
+        ("schedule", "sometimes", ValueError),
+        ("precision", "float16", ValueError),
+        ("window", 0, ValueError),
+        ("window", 513, ValueError),
+        ("window", 8.0, TypeError),
+        ("window", True, TypeError),
+        ("low_margin_limit", 0, ValueError),
+        ("kv_planes", 4, ValueError),
+        ("kv_planes", 0, ValueError),
+        ("strict", 1, TypeError),
+        ("resident_weights", "yes", TypeError),
+    ],
+)
+def test_bad_values_name_field_and_value(field: str, value: object, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        MarginGateConfig(**{field: value})
+    assert f"`{field}`" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_unknown_key_gets_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"`treshold` is not a field.*Did you mean `threshold`\?"):
+        MarginGateConfig.from_dict({"treshold": 0.5})
+    with pytest.raises(ValueError, match="Did you mean 'gated'"):
+        MarginGateConfig(coverage="gate")
+
+
+def test_coerce() -> None:
+    assert MarginGateConfig.coerce(None) is None
+    assert MarginGateConfig.coerce(False) is None
+    assert MarginGateConfig.coerce(True) == MarginGateConfig()
+    assert MarginGateConfig.coerce({"window": 4}) == MarginGateConfig(window=4)
+    with pytest.raises(TypeError, match="`margin_gate`.*got 3"):
+        MarginGateConfig.coerce(3)
+
+
+def test_coerce_sees_a_field_set_after_construction() -> None:
+    config = MarginGateConfig()
+    config.window = 0
+    with pytest.raises(ValueError, match="`window`"):
+        MarginGateConfig.coerce(config)
+
+
+def test_rides_on_a_generation_config(tmp_path: object) -> None:
+    config = GenerationConfig(margin_gate=MarginGateConfig(window=5, threshold=math.inf))
+    config.save_pretrained(tmp_path)
+    back = GenerationConfig.from_pretrained(tmp_path)
+    assert MarginGateConfig.coerce(back.margin_gate) == MarginGateConfig(window=5, threshold=math.inf)
