@@ -40,7 +40,9 @@ def _wide(value: Any, dtype: torch.dtype) -> Any:
 
 class PlainMode(TorchFunctionMode):
     """
-    Up-casts the operands of products and norms to `dtype` and otherwise leaves torch alone.
+    Up-casts the operands of products and norms to `dtype` and otherwise leaves torch alone. In float64, only what the
+    model
+    computes from positions and constants (the rotary tables) stays FP32, as it is part of the checkpoint's definition.
 
     Args:
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): float32 or float64.
@@ -56,6 +58,11 @@ class PlainMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (F.embedding, torch.embedding):
             return func(*args, **kwargs).to(self.dtype)
+        if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args):
+            if args[0].dtype == torch.float64:
+                return args[0]  # a norm that asks for FP32 must not round the float64 reference
+        if self.dtype == torch.float64 and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
         if func in _UPCAST:
             args = tuple(_wide(value, self.dtype) for value in args)
             kwargs = {name: _wide(value, self.dtype) for name, value in kwargs.items()}

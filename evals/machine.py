@@ -1,0 +1,43 @@
+"""Names the machine and the versions a result was measured with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    return f"{named.get('model name', platform.machine())} family {named.get('cpu family')} model {named.get('model')}"
+
+
+def describe() -> dict[str, str | int]:
+    """Processor, cores, threads, instruction set, versions and date."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
+
+
+def as_text(machine: dict[str, str | int]) -> str:
+    """One line for a table's caption."""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, {machine['instructions']}, "
+        f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}"
+    )

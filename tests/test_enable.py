@@ -1,0 +1,142 @@
+"""enable/disable: class, names, pickling, wrappers, threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, pipeline
+
+from margingate_hf import MarginGateConfig, MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable
+from sameness import assert_same, canonical, padded, run_batch
+from tiny import random_prompts, tiny_config, tiny_model
+
+PROMPTS = random_prompts([7, 15])
+
+
+def tokens(model: Any, **arguments: Any) -> torch.Tensor:
+    arguments = {"max_new_tokens": 8, "do_sample": False, "margin_gate": True, **arguments}
+    return model.generate(**padded(PROMPTS), **arguments)
+
+
+def test_the_class_keeps_its_names_and_comes_back(tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    assert enable(model) is model
+    assert enable(model) is model, "twice is once"
+    assert isinstance(model, LlamaForCausalLM) and isinstance(model, MarginGateGenerationMixin)
+    assert issubclass(MarginGateGenerationMixin, GenerationMixin)
+    kind = type(model)
+    assert (kind.__name__, kind.__module__, kind.__qualname__) == (
+        LlamaForCausalLM.__name__,
+        LlamaForCausalLM.__module__,
+        LlamaForCausalLM.__qualname__,
+    )
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    expected = tokens(model)
+    loaded = MarginGateModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded.generation_config = model.generation_config
+    assert torch.equal(tokens(loaded), expected)
+    assert disable(model) is model and type(model) is LlamaForCausalLM
+    assert disable(model) is model
+    with pytest.raises(ValueError, match="not been enabled"):
+        tokens(model)
+
+
+def test_the_factory_has_no_instances() -> None:
+    with pytest.raises(EnvironmentError, match="from_pretrained"):
+        MarginGateModelForCausalLM()
+    model = MarginGateModelForCausalLM.from_config(tiny_config("llama"))
+    assert isinstance(model, MarginGateGenerationMixin) and not model.training
+
+
+def test_only_models_that_generate() -> None:
+    with pytest.raises(TypeError, match="`model` must be a transformers model that can generate, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_stay_enabled(how: Any) -> None:
+    model = enable(tiny_model("llama"))
+    expected = tokens(model)
+    other = how(model)
+    assert isinstance(other, MarginGateGenerationMixin) and type(other) is type(model)
+    assert torch.equal(tokens(other), expected)
+    disable(other)
+    assert torch.equal(tokens(model), expected)
+
+
+@pytest.mark.parametrize("order", ["enable first", "wrap first"])
+def test_peft(order: str) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    if order == "enable first":
+        wrapped = get_peft_model(enable(model), config).eval()
+    else:
+        wrapped = enable(get_peft_model(model, config).eval())
+    out = wrapped.generate(**padded(PROMPTS), max_new_tokens=8, do_sample=False, margin_gate=True)
+    base = wrapped.get_base_model()
+    for row, (prompt, run) in enumerate(zip(PROMPTS, run_batch(base, PROMPTS, 8), strict=True)):
+        assert_same(run, canonical(base, prompt, 8))
+        assert out[row, 15:].tolist() == run.tokens
+    with wrapped.disable_adapter():
+        assert not torch.equal(
+            wrapped.generate(**padded(PROMPTS), max_new_tokens=8, do_sample=False, margin_gate=True), out
+        )
+
+
+def test_a_compiled_wrapper_is_unwrapped() -> None:
+    model = tiny_model("llama")
+    compiled = torch.compile(model)
+    assert enable(compiled) is compiled
+    assert isinstance(model, MarginGateGenerationMixin)
+
+
+def test_threads_do_not_see_each_other() -> None:
+    """Two gated calls with different settings and a stock call, at once, on one model."""
+    model = enable(tiny_model("mistral"))
+    calls = [
+        {"margin_gate": MarginGateConfig(window=2)},
+        {"margin_gate": MarginGateConfig(window=9, kv_planes=1)},
+        {"margin_gate": None},
+    ]
+    expected = [tokens(model, **call) for call in calls]
+    found: list[list[torch.Tensor]] = [[] for _ in calls]
+
+    def work(index: int) -> None:
+        for _ in range(6):
+            found[index].append(tokens(model, **calls[index]))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, results in enumerate(found):
+        assert len(results) == 6
+        for result in results:
+            assert torch.equal(result, expected[index]), index
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_auto_classes_are_untouched() -> None:
+    assert not issubclass(type(AutoModelForCausalLM.from_config(tiny_config("llama"))), MarginGateGenerationMixin)
+
+
+@pytest.mark.smollm2
+def test_pipeline(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts = ["The sea is", "Once upon a time there was a"]
+    arguments = dict(do_sample=False, max_new_tokens=6, return_full_text=False, margin_gate=MarginGateConfig())
+    alone = [pipe(text, **arguments)[0]["generated_text"] for text in texts]
+    together = [out[0]["generated_text"] for out in pipe(texts, batch_size=2, **arguments)]
+    assert alone == together
