@@ -92,7 +92,8 @@ def as_markdown(record: dict[str, Any]) -> str:
             "| part of the certified run | seconds | |",
             "|---|---|---|",
             f"| prefill by the verifier | {parts['prefill_seconds']:.1f} | |",
-            f"| fast steps | {parts['decode_seconds']:.1f} | {counts['fast_steps']} steps, {counts['row_steps']} drafts |",
+            f"| fast steps | {parts['decode_seconds']:.1f} | {counts['fast_steps']} steps, "
+            f"{counts['row_steps']} drafts |",
             f"| of it, drafts that were dropped | {parts['wasted_seconds']:.1f} | {counts['wasted_tokens']} drafts |",
             f"| verifier passes | {parts['verify_seconds']:.1f} | {counts['passes']} passes, "
             f"{counts['verified_tokens']} tokens, {counts['flips']} flips |",

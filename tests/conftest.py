@@ -61,3 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+# Run by test_kernels.py in a process of their own.
+collect_ignore = ["kernels"]

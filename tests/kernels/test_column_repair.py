@@ -1,0 +1,71 @@
+"""repair_columns in Triton's interpreter: rounding, scatter, bounds."""
+
+import pytest
+import torch
+
+from margingate_kernels import repair_columns
+
+ROWS, HEADS, CAPACITY, DIM = 3, 2, 40, 24
+
+
+def planes() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((ROWS, HEADS, CAPACITY, DIM), 9.0).bfloat16(), torch.full(
+        (ROWS, HEADS, CAPACITY, DIM), 9.0
+    ).bfloat16()
+
+
+def states(tokens: int, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    x[0, 0, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 0.0])  # ties, both ways
+    x[0, 0, 4:8] = torch.tensor([3.4e38, -3.4e38, 1e-40, float("inf")])
+    return x
+
+
+SLOTS, POSITIONS = torch.tensor([2, 0, 2, 1]), torch.tensor([0, 39, 17, 5])
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_rounds_to_nearest_even_and_touches_nothing_else(two: bool) -> None:
+    high, low = planes()
+    x = states(4)
+    repair_columns(x, high, low if two else None, SLOTS, POSITIONS)
+    expected_high, expected_low = planes()
+    expected_high[SLOTS, :, POSITIONS] = x.bfloat16()
+    if two:
+        expected_low[SLOTS, :, POSITIONS] = (x - x.bfloat16().float()).bfloat16()
+    assert torch.equal(high, expected_high)
+    assert torch.equal(low.nan_to_num(7), expected_low.nan_to_num(7))  # inf - inf
+
+
+def test_nan_stays_nan() -> None:
+    high, low = planes()
+    x = states(4)
+    x[1] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN whose upper half looks like inf
+    repair_columns(x, high, low, SLOTS, POSITIONS)
+    assert high[0, :, 39].isnan().all()
+
+
+@pytest.mark.parametrize(("slot", "position"), [(3, 0), (-1, 0), (0, 40), (0, -1)])
+def test_a_token_outside_the_cache_is_skipped(slot: int, position: int) -> None:
+    high, low = planes()
+    repair_columns(states(1), high, low, torch.tensor([slot]), torch.tensor([position]))
+    assert torch.equal(high, planes()[0]) and torch.equal(low, planes()[1])
+
+
+def test_strided_states() -> None:
+    high, low = planes()
+    x = states(8)
+    repair_columns(x[::2], high, low, SLOTS, POSITIONS)
+    again = planes()
+    repair_columns(x[::2].contiguous(), *again, SLOTS, POSITIONS)
+    assert torch.equal(high, again[0])
+
+
+def test_bad_input() -> None:
+    high, low = planes()
+    with pytest.raises(ValueError, match="`states` must be float32"):
+        repair_columns(states(4).bfloat16(), high, low, SLOTS, POSITIONS)
+    with pytest.raises(ValueError, match=r"`low` must be bfloat16 \[rows, 2, capacity, 24\]"):
+        repair_columns(states(4), high, low[:, :1], SLOTS, POSITIONS)
+    with pytest.raises(ValueError, match=r"must have shape \[4\], got \(3,\)"):
+        repair_columns(states(4), high, low, SLOTS[:3], POSITIONS)
