@@ -1,39 +1,24 @@
-"""One attention function for both passes, registered with transformers under our own name.
+"""Attention for both passes; `interfaces.py` registers it with transformers.
 
 The verifier's form (`verify_attention`) cuts keys into blocks of `KV_BLOCK` anchored at position 0 and queries into
 tiles of `QUERY_TILE`, so every matrix product has one shape; block results are summed in the order of the blocks. A
 block that a query cannot see contributes exact zeros, so neither the company, nor the cut into windows, nor the
 capacity can reach a row's bits. The fast form is SDPA, or the textbook formula where a model caps its scores or has
 sinks.
-
-Outside our passes both registered functions stand aside and call what the model used before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .fixed_plan import fixed_plan
 from .geometry import (
     KV_BLOCK,
     QUERY_TILE,
     DecodeGeometry,
     Round,
     VerifyGeometry,
-    current_geometry,
 )
-
-ATTENTION_NAME = "margingate"
 
 
 def verify_attention(
@@ -175,133 +160,3 @@ def decode_attention(
     else:
         weights = scores.softmax(-1)
     return (weights.to(values.dtype) @ values).reshape(rows, 1, heads, -1)
-
-
-def margingate_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """
-    The function registered with transformers' `AttentionInterface`; arguments as its own integrations take them.
-
-    Args:
-        query (`torch.Tensor` of shape `[batch, heads, length, dim]`).
-        key, value: what `MarginGateCache.update` returned.
-        attention_mask: unused in our passes, geometry replaces it.
-
-    Returns:
-        `(output, None)` with `output` of shape `[batch, length, heads, dim]`.
-    """
-    geometry = current_geometry()
-    if geometry is None:
-        return _stock_attention(module)(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            s_aux=s_aux,
-            **kwargs,
-        )
-    layer = int(getattr(module, "layer_idx", -1))
-    geometry.calls[layer] = geometry.calls.get(layer, 0) + 1
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with fixed_plan():
-        if isinstance(geometry, VerifyGeometry):
-            out = verify_attention(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
-        else:
-            out = decode_attention(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
-        return out.contiguous(), None
-
-
-def _margingate_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """
-    No mask inside our passes (geometry travels beside the model); otherwise that of the implementation before ours.
-    """
-    if current_geometry() is not None:
-        return None
-    config = kwargs.get("config")
-    name = _installed.original(config) if config is not None else None
-    stock = ALL_MASK_ATTENTION_FUNCTIONS[name] if name in ALL_MASK_ATTENTION_FUNCTIONS else None
-    return stock(*args, **kwargs) if stock is not None else None
-
-
-def _stock_attention(module: torch.nn.Module) -> Callable:
-    """The implementation a module used before ours was installed."""
-    name = _installed.original(getattr(module, "config", None))
-    if name is not None and name in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[name]
-    return sys.modules[type(module).__module__].eager_attention_forward
-
-
-class _Installed:
-    """Which configs point at our attention now, how often, and what they pointed at before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_config: dict[int, tuple[str | None, int]] = {}
-
-    def original(self, config: Any) -> str | None:
-        entry = self._by_config.get(id(config))
-        return entry[0] if entry else None
-
-    def add(self, config: Any) -> None:
-        with self._lock:
-            name, count = self._by_config.get(id(config), (config._attn_implementation_internal, 0))
-            self._by_config[id(config)] = (name, count + 1)
-            config._attn_implementation_internal = ATTENTION_NAME
-
-    def remove(self, config: Any) -> None:
-        with self._lock:
-            name, count = self._by_config[id(config)]
-            if count > 1:
-                self._by_config[id(config)] = (name, count - 1)
-                return
-            config._attn_implementation_internal = name
-            del self._by_config[id(config)]
-
-
-_installed = _Installed()
-
-
-def attention_configs(model: torch.nn.Module) -> list[Any]:
-    """Every distinct config among a model's modules that names an attention implementation."""
-    found = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def installed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """
-    Points the model at [`margingate_attention`] for the duration of the block. Nests, also across threads; another
-    thread's stock call meanwhile still gets the implementation it had.
-    """
-    configs = attention_configs(model)
-    added: list[Any] = []
-    try:
-        for config in configs:
-            _installed.add(config)
-            added.append(config)
-        yield
-    finally:
-        for config in added:
-            _installed.remove(config)
-
-
-AttentionInterface.register(ATTENTION_NAME, margingate_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, _margingate_mask)

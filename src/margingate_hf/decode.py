@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from .attention import installed_attention
 from .cache import MarginGateCache
 from .config import MarginGateConfig
 from .gate import top2_margin
 from .geometry import DecodeGeometry, Segment, geometry_scope
+from .interfaces import installed
 from .outputs import MarginGateStatistics, RowStatistics
 from .rows import Row, compare
 from .schedule import Pending, should_verify
@@ -60,7 +60,7 @@ def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[Marg
         `(cache, statistics)`, the cache's rows in the order of `request.rows`.
     """
     loop = _Loop(model, verifier, request)
-    with torch.no_grad(), installed_attention(model):
+    with torch.no_grad(), installed(model):
         loop.prefill()
         while loop.active:
             loop.draft()

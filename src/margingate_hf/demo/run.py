@@ -109,7 +109,10 @@ def _table(results: list[Decoded]) -> list[str]:
         alone = next(other for other in results if other.system == result.system and other.batch_size == 1)
         rows.append(_row(result, alone, plain_seconds[result.batch_size]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    rows.insert(1, ["-" * (width - 1) + ":" for width in widths])  # Markdown, right-aligned
+    return [
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
 
 
 def _row(result: Decoded, alone: Decoded, plain_seconds: float) -> tuple[str, ...]:

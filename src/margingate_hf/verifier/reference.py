@@ -6,15 +6,14 @@ that must fail without fixed plans.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..attention import attention_configs
+from ..interfaces import eager
 
 _UPCAST = frozenset(
     {
@@ -69,19 +68,6 @@ class PlainMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def eager_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Selects the model's eager attention for the duration of the block."""
-    before = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
-    try:
-        for config, _ in before:
-            config._attn_implementation_internal = "eager"
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
-
-
 def reference_logits(model: Any, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """
     Logits of one text alone, no cache, no padding.
@@ -94,5 +80,5 @@ def reference_logits(model: Any, tokens: list[int], dtype: torch.dtype = torch.f
         `torch.Tensor` of shape `[len(tokens), vocabulary]`, `dtype`.
     """
     ids = torch.tensor([tokens], device=model.device)
-    with eager_attention(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
+    with eager(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
         return model(input_ids=ids, use_cache=False).logits[0].to(dtype)

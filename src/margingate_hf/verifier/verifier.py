@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..attention import installed_attention
 from ..cache import MarginGateCache
 from ..config import MarginGateConfig
 from ..geometry import KV_BLOCK, QUERY_TILE, Segment, VerifyGeometry, geometry_scope, verify_geometry
+from ..interfaces import installed
 from .mode import VerifierMode
 from .plans import CPU_PLANS, LinearPlan
 from .weights import WeightStore
@@ -109,7 +109,7 @@ class Verifier:
             torch.autocast(self.model.device.type, enabled=False),
             torch.compiler.set_stance("force_eager"),
             _full_precision(),
-            installed_attention(self.model),
+            installed(self.model),
             geometry_scope(geometry),
             self.mode,
         ):

@@ -1,0 +1,89 @@
+"""README and docs: snippets run, links lead somewhere, tables name real fields; the package says what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import margingate_hf
+from margingate_hf import MarginGateConfig, MarginGateStatistics
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "kernels").glob("*.md")]
+
+
+@pytest.mark.smollm2
+def test_readme_snippets_run(smollm2: tuple[Any, Any], capsys: pytest.CaptureFixture) -> None:
+    from margingate_hf.demo.checkpoint import smollm2_path
+
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    assert len(snippets) >= 2
+    names: dict[str, Any] = {"path": smollm2_path()}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert "BF16 tokens were replaced" in capsys.readouterr().out
+
+
+def test_the_first_screen_of_the_readme() -> None:
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:50])
+    for needed in ("make demo", "make test", "margin_gate=MarginGateConfig()", "gated |", "does not do"):
+        assert needed in first, needed
+
+
+def test_the_readme_table_is_the_committed_result() -> None:
+    readme = (ROOT / "README.md").read_text()
+    table = readme.split("<!-- demo table: begin -->")[1].split("<!-- demo table: end -->")[0]
+    result = (ROOT / "evals" / "results" / "demo.md").read_text()
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) >= 10
+    for line in lines:
+        assert line in result, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_configuration_page_names_every_field_and_default() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, flags=re.M))
+    fields = {field.name: field.default for field in dataclasses.fields(MarginGateConfig)}
+    assert rows.keys() == fields.keys()
+    for name, default in fields.items():
+        assert rows[name].strip("`").replace('"', "") in (str(default), f"{default:g}" if default == 0.5 else "")
+
+
+def test_the_statistics_page_names_real_fields() -> None:
+    page = (ROOT / "docs" / "statistics.md").read_text()
+    for cell in re.findall(r"^\| (`.*?) \|", page, flags=re.M):
+        for name in re.findall(r"`(\w+)`", cell):
+            assert hasattr(MarginGateStatistics(), name), name
+
+
+def test_versions_agree() -> None:
+    version = margingate_hf.__version__
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {version}" in citation
+    for paper in ("2605.30218", "2506.09501"):
+        assert paper in citation
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in margingate_hf.__all__:
+        assert getattr(margingate_hf, name).__doc__, name
+
+
+def test_layout() -> None:
+    for needed in ("src/margingate_hf/py.typed", "kernels/build.toml", "LICENSE", "CHANGELOG.md", ".ci/run", "evals"):
+        assert (ROOT / needed).exists(), needed
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "would hide the Hugging Face `kernels` library"
+    for path in (ROOT / "kernels").rglob("*.py"):
+        assert "margingate_hf" not in re.sub(r'""".*?"""', "", path.read_text(), flags=re.S), path
