@@ -51,11 +51,10 @@ def run_batch(
     out = model.generate(
         **padded(prompts, side),
         max_new_tokens=new_tokens,
-        do_sample=False,
         margin_gate=config or MarginGateConfig(),
         return_dict_in_generate=True,
         output_logits=True,
-        **arguments,
+        **{"do_sample": False, **arguments},
     )
     out.cache.check()
     runs = []

@@ -15,6 +15,7 @@ from transformers import (
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "use_cache": ({"use_cache": False}, ValueError, "`use_cache`=False"),
     "static": ({"cache_implementation": "static"}, ValueError, "`cache_implementation`='static'"),
     "quantized": ({"cache_implementation": "quantized"}, ValueError, "`cache_implementation`='quantized'"),
-    "cache": ({"cache": DynamicCache()}, NotImplementedError, "`cache`='DynamicCache'"),
+    "cache": ({"cache": DynamicCache()}, ValueError, "`cache`='DynamicCache'"),
     "embeds": ({"inputs_embeds": torch.zeros(2, 12, 64)}, ValueError, "`inputs_embeds`"),
     "positions": ({"position_ids": torch.zeros(2, 12, dtype=torch.long)}, ValueError, "`position_ids`"),
     "images": ({"pixel_values": torch.zeros(1, 3, 8, 8)}, ValueError, "`pixel_values`"),
@@ -59,6 +60,16 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": ({"margin_gate": {"windw": 3}}, ValueError, "`windw`.*Did you mean `window`"),
     "type": ({"margin_gate": "yes"}, TypeError, "`margin_gate`.*'yes'"),
     "no room": ({"max_new_tokens": None, "max_length": 10}, ValueError, "`max_length`=10.*row 1 has 12 tokens"),
+    "stateful": (
+        {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)]},
+        ValueError,
+        "`logits_processor`='UnbatchedClassifierFreeGuidanceLogitsProcessor'",
+    ),
+    "seeds": (
+        {"do_sample": True, "margin_gate": MarginGateConfig(seed=[1, 2, 3])},
+        ValueError,
+        r"`seed`=\[1, 2, 3\].*each of the 2 prompts",
+    ),
     "custom": ({"custom_generate": lambda *a, **k: None}, ValueError, "`custom_generate`"),
 }
 

@@ -24,6 +24,7 @@ CONFIGS = st.builds(
     kv_planes=st.integers(1, 3),
     strict=st.booleans(),
     resident_weights=st.sampled_from([None, True, False]),
+    seed=st.one_of(st.none(), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 9), max_size=3)),
 )
 
 
@@ -61,6 +62,9 @@ def test_update_replaces_one_field(config: MarginGateConfig) -> None:
         ("kv_planes", 0, ValueError),
         ("strict", 1, TypeError),
         ("resident_weights", "yes", TypeError),
+        ("seed", -1, ValueError),
+        ("seed", 2**63, ValueError),
+        ("seed", 1.5, TypeError),
     ],
 )
 def test_bad_values_name_field_and_value(field: str, value: object, kind: type[Exception]) -> None:

@@ -9,6 +9,7 @@ nor a copy. A verifier pass writes both, which is the column repair; a fast step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -137,6 +138,30 @@ class MarginGateLayer(DynamicLayer):
         return self.get_seq_length() + query_length, 0
 
 
+@dataclass(frozen=True)
+class CacheIdentity:
+    """
+    What a committed column is a function of, beside its tokens.
+
+    Attributes:
+        weights: hash of weights, buffers and adapter state.
+        plan: the verifier's plan.
+        precision: its arithmetic.
+    """
+
+    weights: str
+    plan: str
+    precision: str
+
+    def mismatch(self, other: CacheIdentity) -> str | None:
+        """The first field that differs, in words, or `None`."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                return f"{field.name} {mine!r}, now {theirs!r}"
+        return None
+
+
 class MarginGateCache(DynamicCache):
     """
     Ragged K/V cache of a margin-gated `generate` call.
@@ -150,6 +175,7 @@ class MarginGateCache(DynamicCache):
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
         verified (`list[int]`): leading columns of each row that a verifier pass has written.
+        identity ([`CacheIdentity`]): what the columns were computed with.
     """
 
     def __init__(self, n_layers: int, rows: int, dtype: torch.dtype, kv_planes: int = 2):
@@ -160,6 +186,7 @@ class MarginGateCache(DynamicCache):
         self.dtype = dtype
         self.kv_planes = kv_planes
         self.capacity = 0
+        self.identity: CacheIdentity | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.verified: list[int] = [0] * rows
         self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
@@ -215,6 +242,14 @@ class MarginGateCache(DynamicCache):
             layer.swap_rows(a, b)
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
         self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
+
+    def common_prefix(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many leading `tokens` a row's verified columns already hold."""
+        held = self.tokens[slot][: self.verified[slot]]
+        for index, (mine, theirs) in enumerate(zip(held, tokens, strict=False)):
+            if mine != theirs:
+                return index
+        return min(len(held), len(tokens))
 
     def column(self, layer: int, slot: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Committed key and value of one position, float32 `[heads, dim]` each. For tests and audits."""

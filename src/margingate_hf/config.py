@@ -48,6 +48,9 @@ class MarginGateConfig:
         resident_weights (`bool`, *optional*):
             Keep an FP32 copy of the weights between passes. `None` decides by the memory that is free. Same bits
             either way.
+        seed (`int` or `list[int]`, *optional*):
+            Seed of `do_sample=True`: one for all prompts or one a prompt. The noise of a token depends on the seed, the
+            sample's index within its prompt, the position and the token id, never on the batch.
     """
 
     threshold: float = 0.5
@@ -59,6 +62,7 @@ class MarginGateConfig:
     kv_planes: int = 2
     strict: bool = True
     resident_weights: bool | None = None
+    seed: int | list[int] | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -88,6 +92,11 @@ class MarginGateConfig:
             raise TypeError(f"`strict` must be True or False, got {self.strict!r}.")
         if self.resident_weights is not None and not isinstance(self.resident_weights, bool):
             raise TypeError(f"`resident_weights` must be True, False or None, got {self.resident_weights!r}.")
+        if self.seed is not None:
+            if isinstance(self.seed, tuple):
+                self.seed = list(self.seed)
+            for value in self.seed if isinstance(self.seed, list) else [self.seed]:
+                _integer("seed", value, 0, 2**63 - 1)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MarginGateConfig:

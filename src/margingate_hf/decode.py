@@ -33,6 +33,7 @@ class DecodeRequest:
 
     Attributes:
         rows: the prompts, `slot == index` at first.
+        cache: columns of an earlier call to build on, `None` for an empty cache.
         eos: token ids that end a row.
         criteria: custom stopping criteria, asked after every committed token with `[1, length]`.
         keep_logits, keep_scores: record canonical values of every step.
@@ -41,6 +42,7 @@ class DecodeRequest:
 
     config: MarginGateConfig
     rows: list[Row]
+    cache: MarginGateCache | None = None
     eos: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     keep_logits: bool = False
@@ -60,12 +62,15 @@ def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[Marg
         `(cache, statistics)`, the cache's rows in the order of `request.rows`.
     """
     loop = _Loop(model, verifier, request)
-    with torch.no_grad(), installed(model):
-        loop.prefill()
-        while loop.active:
-            loop.draft()
-            loop.verify()
-    return loop.finish()
+    try:
+        with torch.no_grad(), installed(model):
+            loop.prefill()
+            while loop.active:
+                loop.draft()
+                loop.verify()
+    finally:
+        loop.restore_cache()
+    return loop.cache, loop.totals()
 
 
 class _Loop:
@@ -76,7 +81,7 @@ class _Loop:
         self.config = request.config
         self.rows = request.rows
         self.active = list(request.rows)  # active[i].slot == i
-        self.cache = verifier.new_cache(len(self.rows), self.config.kv_planes)
+        self.cache = request.cache or verifier.new_cache(len(self.rows), self.config.kv_planes)
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
             fingerprint=verifier.store.fingerprint,
@@ -86,10 +91,11 @@ class _Loop:
     def prefill(self) -> None:
         """The verifier reads the prompts, unpadded, and commits each row's first token."""
         started = time.perf_counter()
-        segments = [Segment(row.slot, 0, row.prompt) for row in self.active]
+        segments = [Segment(row.slot, row.reused, row.prompt[row.reused :]) for row in self.active]
         logits = self.verifier.run(self.cache, segments, keep="last")
         self._commit([logits[i : i + 1] for i in range(len(segments))])
         self.statistics.prefill_tokens = sum(len(segment.tokens) for segment in segments)
+        self.statistics.reused_tokens = sum(row.reused for row in self.rows)
         self.statistics.prefill_seconds = time.perf_counter() - started
 
     def draft(self) -> None:
@@ -140,12 +146,14 @@ class _Loop:
         self.statistics.row_steps += len(self.active)
 
     def _best(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        if any(row.processors for row in self.active):
-            processed = [
-                row.process([*row.prompt, *row.committed, *row.drafts], logits[i].float())
-                for i, row in enumerate(self.active)
-            ]
-            logits = torch.stack(processed)
+        if not all(row.is_plain for row in self.active):
+            texts = [[*row.prompt, *row.committed, *row.drafts] for row in self.active]
+            logits = torch.stack(
+                [
+                    row.perturb(row.process(ids, piece.float()), len(ids))
+                    for row, ids, piece in zip(self.active, texts, logits, strict=True)
+                ]
+            )
         tokens, margins = top2_margin(logits)
         return tokens.tolist(), margins.tolist()
 
@@ -188,13 +196,17 @@ class _Loop:
         self.active.pop()
         row.slot, last.slot = last.slot, row.slot
 
-    def finish(self) -> tuple[MarginGateCache, MarginGateStatistics]:
-        """Puts the cache's rows back into the caller's order and adds up the statistics."""
+    def restore_cache(self) -> None:
+        """Puts the cache's rows back into the caller's order and drops unverified columns, also after an error."""
         for row in self.rows:
             while row.slot != row.index:
                 other = next(other for other in self.rows if other.slot == row.index)
                 self.cache.swap_rows(row.slot, other.slot)
                 row.slot, other.slot = other.slot, row.slot
+            self.cache.rollback(row.slot, self.cache.verified[row.slot])
+
+    def totals(self) -> MarginGateStatistics:
+        """Adds up the rows' statistics."""
         total = self.statistics
         for row in self.rows:
             total.rows.append(
@@ -210,7 +222,7 @@ class _Loop:
             total.notes.append(f"strict=False: no fixed plan for {sorted(self.verifier.mode.unplanned)}")
         if not self.verifier.store.resident:
             total.notes.append("weights were up-cast at every use: an FP32 copy did not fit or was not wanted")
-        return self.cache, total
+        return total
 
 
 class _Canonical:
@@ -224,14 +236,15 @@ class _Canonical:
         self._text = [*row.prompt, *row.committed]
         self._drafts = list(row.drafts)
         self._tokens: list[int] = []
-        if not row.processors:
+        if row.is_plain:
             tokens, margins = top2_margin(logits)
             self._tokens, self.margins = tokens.tolist(), margins.tolist()
 
     def __call__(self, index: int) -> int:
         if index == len(self._tokens):
-            scores = self.row.process([*self._text, *self._drafts[:index]], self.logits[index])
-            token, margin = top2_margin(scores)
+            ids = [*self._text, *self._drafts[:index]]
+            scores = self.row.process(ids, self.logits[index])
+            token, margin = top2_margin(self.row.perturb(scores, len(ids)))
             self._tokens.append(int(token))
             self.margins.append(float(margin))
             self._scores.append(scores)
@@ -239,4 +252,4 @@ class _Canonical:
 
     def scores(self, index: int) -> torch.Tensor:
         """Processed scores of token `index`, float32 `[vocabulary]`."""
-        return self._scores[index] if self.row.processors else self.logits[index]
+        return self.logits[index] if self.row.is_plain else self._scores[index]

@@ -17,10 +17,19 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .cache import CacheIdentity, MarginGateCache
 from .config import MarginGateConfig
 from .decode import DecodeRequest, decode
+from .noise import GumbelNoise
 from .outputs import MarginGateOutput
-from .requests import check_call, check_generation_config, check_model, refuse, unpadded_prompts
+from .requests import (
+    check_call,
+    check_generation_config,
+    check_model,
+    check_processors,
+    refuse,
+    unpadded_prompts,
+)
 from .rows import Row
 from .verifier import forget_verifiers, verifier_for
 
@@ -31,6 +40,8 @@ class _Call:
 
     config: MarginGateConfig
     mask_given: bool = False
+    cache: MarginGateCache | None = None
+    samples: int = 1
     max_new_tokens: int | None = None
     max_length: int | None = None
     min_new_tokens: int | None = None
@@ -78,9 +89,10 @@ class MarginGateGenerationMixin(GenerationMixin):
         ids = named.get("inputs", named.get("input_ids"))
         check_model(self)
         check_call(named, None if ids is None else len(ids))
+        call = _Call(gate, mask_given=named.get("attention_mask") is not None, cache=kwargs.pop("cache", None))
         streamer = named.get("streamer")
         try:
-            return super().generate(*args, margin_gate=gate, **kwargs)
+            return super().generate(*args, margin_gate=call, **kwargs)
         except BaseException:
             if streamer is not None:
                 streamer.end()  # a consumer in another thread would wait for ever
@@ -96,11 +108,12 @@ class MarginGateGenerationMixin(GenerationMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
-        gate = kwargs.pop("margin_gate", None)
+        call = kwargs.pop("margin_gate", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        if isinstance(gate, MarginGateConfig):
-            check_generation_config(prepared, gate)
-            prepared._margin_gate_call = _Call(gate, mask_given=kwargs.get("attention_mask") is not None)
+        if isinstance(call, _Call):
+            check_generation_config(prepared, call.config)
+            call.samples = prepared.num_return_sequences or 1
+            prepared._margin_gate_call = call
         return prepared, model_kwargs
 
     def _prepare_generated_length(self, generation_config: GenerationConfig, **kwargs: Any) -> GenerationConfig:
@@ -124,6 +137,7 @@ class MarginGateGenerationMixin(GenerationMixin):
     ) -> LogitsProcessorList:
         call = _call_of(generation_config)
         if call is not None and call.processor_arguments is None:
+            check_processors(kwargs.get("logits_processor") or [])
             call.processor_arguments = dict(kwargs)
         return super()._get_logits_processor(generation_config, *args, **kwargs)
 
@@ -172,16 +186,18 @@ class MarginGateGenerationMixin(GenerationMixin):
         prompts = unpadded_prompts(
             input_ids, model_kwargs.get("attention_mask"), _special_ids(generation_config), call.mask_given
         )
+        rows = self._rows(prompts, generation_config, call)
+        verifier = verifier_for(self, call.config)
         request = DecodeRequest(
             config=call.config,
-            rows=self._rows(prompts, generation_config, call),
+            rows=rows,
+            cache=_continued(call, rows, verifier.identity),
             eos=_ids_of(generation_config._eos_token_tensor),
             criteria=_custom_criteria(stopping_criteria, generation_config),
             keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
             keep_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
             on_commit=None if streamer is None else lambda _, token: streamer.put(torch.tensor([token])),
         )
-        verifier = verifier_for(self, call.config)
         setup = time.perf_counter() - started
         cache, statistics = decode(self, verifier, request)
         statistics.setup_seconds = setup
@@ -208,7 +224,8 @@ class MarginGateGenerationMixin(GenerationMixin):
                 )
                 raise refuse(name, value, f"row {index} has {len(prompt)} tokens and needs room for at least one more")
             processors = self._row_processors(generation_config, call, index, prompt)
-            rows.append(Row(index, index, prompt, limit, processors))
+            noise = _row_noise(call, index, len(prompts)) if generation_config.do_sample else None
+            rows.append(Row(index, index, prompt, limit, processors, noise))
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -217,6 +234,36 @@ class MarginGateGenerationMixin(GenerationMixin):
         if stock is None:
             return super().__reduce_ex__(protocol)
         return _rebuild, (stock,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+
+
+def _row_noise(call: _Call, index: int, rows: int) -> GumbelNoise:
+    seed = call.config.seed
+    prompt, sample = divmod(index, call.samples)
+    if isinstance(seed, list):
+        if len(seed) * call.samples != rows:
+            raise refuse("seed", seed, f"one seed or one for each of the {rows // call.samples} prompts")
+        return GumbelNoise(seed[prompt], sample)
+    assert seed is not None
+    return GumbelNoise(seed, sample)
+
+
+def _continued(call: _Call, rows: list[Row], identity: CacheIdentity) -> MarginGateCache | None:
+    """The caller's cache cut back to what the prompts share with it, or `None` where none was passed."""
+    cache = call.cache
+    if cache is None:
+        return None
+    if cache.rows != len(rows):
+        raise refuse("cache", f"MarginGateCache of {cache.rows} rows", f"this call has {len(rows)}")
+    if cache.kv_planes != call.config.kv_planes:
+        raise refuse("cache", f"MarginGateCache of {cache.kv_planes} planes", f"`kv_planes` is {call.config.kv_planes}")
+    different = None if cache.identity is None else cache.identity.mismatch(identity)
+    if cache.identity is None or different:
+        raise refuse("cache", "MarginGateCache", f"it was computed with {different or 'nothing known'}; leave it out")
+    for row in rows:
+        # The last prompt token is always read again: its logits are needed.
+        row.reused = min(cache.common_prefix(row.index, row.prompt), len(row.prompt) - 1)
+        cache.rollback(row.index, row.reused)
+    return cache
 
 
 def _call_of(generation_config: GenerationConfig) -> _Call | None:

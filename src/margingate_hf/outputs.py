@@ -38,7 +38,7 @@ class MarginGateStatistics:
         plan: the verifier's plan in one line; `fingerprint`: hash of weights, buffers and adapters it ran on.
         fast_steps: forwards of the fast path; `row_steps`: drafts they gave, summed over rows.
         passes: verifier passes after the prompts; `verified_tokens`: tokens they read.
-        prefill_tokens: prompt tokens read by the verifier.
+        prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those a cache from an earlier call held.
         low_margin_steps, flips, wasted_tokens: sums over rows.
         notes: every slower or weaker path that was taken, in words. Empty in a normal run.
         rows: per prompt.
@@ -52,6 +52,7 @@ class MarginGateStatistics:
     passes: int = 0
     verified_tokens: int = 0
     prefill_tokens: int = 0
+    reused_tokens: int = 0
     low_margin_steps: int = 0
     flips: int = 0
     wasted_tokens: int = 0

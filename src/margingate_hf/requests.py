@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
+from .cache import MarginGateCache
 from .config import MarginGateConfig
 
 STATIC_HELP = "leave it out; the gate brings its own cache"
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATEFUL_PROCESSORS = (
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "WatermarkLogitsProcessor",
+)
 IMAGE_ARGUMENTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "image_sizes")
 
 
@@ -93,12 +100,12 @@ def check_call(arguments: dict[str, Any], rows: int | None) -> None:
         if name in given:
             raise refuse(name, "tensor", "classifier-free guidance keeps a state between steps; leave it out")
     for name in ("cache", "past_key_values", "cache_params"):
-        if name in given:
+        if name in given and not (name == "cache" and isinstance(arguments[name], MarginGateCache)):
             raise refuse(
                 name,
                 type(arguments[name]).__name__,
-                "keys and values of unknown origin are not canonical; pass the whole text as `input_ids`",
-                NotImplementedError,
+                "keys and values of unknown origin are not canonical; pass the whole text as `input_ids`, or as "
+                "`cache` the MarginGateCache of an earlier gated call",
             )
     if "custom_generate" in given:
         raise refuse(
@@ -119,11 +126,17 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) ->
         raise refuse("coverage", "gated", 'only coverage="full" is built so far', NotImplementedError)
     if gate.precision != "float32":
         raise refuse("precision", gate.precision, 'only precision="float32" is built so far', NotImplementedError)
-    if config.do_sample:
-        raise refuse("do_sample", True, "the gate decodes greedily; pass `do_sample=False`")
+    if config.do_sample and gate.seed is None:
+        raise refuse(
+            "do_sample",
+            True,
+            "unseeded sampling cannot be reproduced; pass `do_sample=False`, or a seed: `MarginGateConfig(seed=0)`",
+        )
     if (config.num_beams or 1) > 1:
-        raise refuse("num_beams", config.num_beams, "the gate decodes greedily; pass `num_beams=1`")
-    if (config.num_return_sequences or 1) > 1:
+        raise refuse(
+            "num_beams", config.num_beams, "beam search has no single next token to verify; pass `num_beams=1`"
+        )
+    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
         raise refuse("num_return_sequences", config.num_return_sequences, "greedy decoding has one answer; pass 1")
     if config.use_cache is False:
         raise refuse("use_cache", False, "verification works on the cache; leave it out")
@@ -134,7 +147,7 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) ->
             raise refuse(name, getattr(config, name), "it selects another decoding strategy; leave it out")
     for name in ("constraints", "force_words_ids", "token_healing"):
         if getattr(config, name, None):
-            raise refuse(name, getattr(config, name), "the gate decodes greedily; leave it out")
+            raise refuse(name, getattr(config, name), "it is not plain next-token decoding; leave it out")
     if config.guidance_scale not in (None, 1, 1.0):
         raise refuse("guidance_scale", config.guidance_scale, "classifier-free guidance keeps a state; leave it out")
     if config.watermarking_config is not None:
@@ -142,6 +155,19 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) ->
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise refuse(name, True, "the fast path's would not be canonical; run the model's forward on the result")
+
+
+def check_processors(processors: Iterable[Any]) -> None:
+    """
+    Refuses logits processors that keep a state between calls: they are called again for every verified position.
+
+    Raises:
+        `ValueError`: names the class.
+    """
+    for processor in processors:
+        for kind in type(processor).__mro__:
+            if kind.__name__ in STATEFUL_PROCESSORS:
+                raise refuse("logits_processor", kind.__name__, "it keeps a state between steps; leave it out")
 
 
 def unpadded_prompts(

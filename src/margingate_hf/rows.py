@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LogitsProcessorList
 
+from .noise import GumbelNoise
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -58,6 +60,8 @@ class Row:
         prompt: unpadded token ids.
         limit: new tokens it may have.
         processors: its own logits processors, or `None`.
+        noise: seeded noise of a sampled text, or `None`.
+        reused: prompt columns that a cache from an earlier call already holds.
         committed: canonical new tokens.
         margins: canonical margin at each of them, in logits of the processed scores.
         drafts, low: tokens decoded ahead, and how many of them had a low margin.
@@ -70,6 +74,8 @@ class Row:
     prompt: list[int]
     limit: int
     processors: LogitsProcessorList | None = None
+    noise: GumbelNoise | None = None
+    reused: int = 0
     committed: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
@@ -110,3 +116,20 @@ class Row:
             return logits
         scores = logits[None].clone()  # some processors write in place
         return self.processors(torch.tensor([ids], device=logits.device), scores)[0]
+
+    def perturb(self, scores: torch.Tensor, position: int) -> torch.Tensor:
+        """
+        What the argmax is taken of: the processed scores, and when sampling the noise of this position.
+
+        Args:
+            scores (`torch.Tensor` of shape `[vocabulary]`, float32).
+            position (`int`): index of the token in the row's own text.
+        """
+        if self.noise is None:
+            return scores
+        return scores + self.noise(position, scores.shape[-1], scores.device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the raw logits decide, so that a whole pass can be compared at once."""
+        return not self.processors and self.noise is None

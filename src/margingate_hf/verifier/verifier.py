@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..cache import MarginGateCache
+from ..cache import CacheIdentity, MarginGateCache
 from ..config import MarginGateConfig
 from ..geometry import KV_BLOCK, QUERY_TILE, Segment, VerifyGeometry, geometry_scope, verify_geometry
 from ..interfaces import installed
@@ -51,7 +51,14 @@ class Verifier:
 
     def new_cache(self, rows: int, kv_planes: int) -> MarginGateCache:
         """An empty cache for this model."""
-        return MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes)
+        cache = MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes)
+        cache.identity = self.identity
+        return cache
+
+    @property
+    def identity(self) -> CacheIdentity:
+        """What makes this verifier's columns comparable with others."""
+        return CacheIdentity(self.store.fingerprint, self.name, "float32")
 
     def run(self, cache: MarginGateCache, segments: Sequence[Segment], keep: str = "all") -> torch.Tensor:
         """
