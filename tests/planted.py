@@ -48,7 +48,7 @@ def plain_attention(
         mine = geometry.slots == slot
         positions = geometry.positions[mine]
         length = int(positions.max()) + 1
-        k, v = (store[slot].transpose(0, 1).flatten(1, 2)[:, :length] for store in (keys, values))
+        k, v = (store[slot][:, :length] for store in (keys, values))
         visible = torch.arange(length)[None] <= positions[:, None]
         if sliding_window is not None:
             visible &= torch.arange(length)[None] > positions[:, None] - sliding_window

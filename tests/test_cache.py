@@ -105,10 +105,10 @@ def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
         cache.check()
     cache.rollback(0, 1)
     cache.check()
-    cache.layers[0].exact_values[0, 0, 0, 0, 0] = 1 + 2.0**-9 + 2.0**-23
+    cache.layers[0].exact_values[0, 0, 0, 0] = 1 + 2.0**-9 + 2.0**-23
     with pytest.raises(AssertionError, match="format"):
         cache.check()
-    cache.layers[0].exact_values[0, 0, 0, 0, 0] = float("nan")
+    cache.layers[0].exact_values[0, 0, 0, 0] = float("nan")
     with pytest.raises(AssertionError, match="finite"):
         cache.check()
 

@@ -158,8 +158,7 @@ def stores(problem: Problem, capacity: int) -> tuple[list[torch.Tensor], list[to
         store = torch.full((len(problem.lengths), blocks * KV_BLOCK, problem.kv_heads, problem.dim), 1e30)
         for row, length in enumerate(problem.lengths):
             store[row, :length] = randn(length, problem.kv_heads, problem.dim, seed=10 * row + seed)
-        store = store.view(len(problem.lengths), blocks, KV_BLOCK, problem.kv_heads, problem.dim)
-        out.append(store.transpose(2, 3).contiguous())
+        out.append(store.transpose(1, 2).contiguous())
     return out
 
 
@@ -204,7 +203,7 @@ def test_attention_is_close_to_float64(problem: Problem) -> None:
     group = problem.heads // problem.kv_heads
     for row, length in enumerate(problem.lengths):
         q = randn(problem.window, problem.heads, problem.dim, seed=100 + row).double()
-        k, v = (s[row].transpose(0, 1).flatten(1, 2)[:, :length].double() for s in (keys, values))
+        k, v = (s[row][:, :length].double() for s in (keys, values))
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = torch.einsum("qhd,hkd->hqk", q, k) * 0.25
         if problem.softcap:

@@ -48,6 +48,47 @@ CONFIGS: dict[str, functools.partial] = {
     "gemma2": functools.partial(
         transformers.Gemma2Config, **BASE, head_dim=16, sliding_window=12, query_pre_attn_scalar=16
     ),
+    "gemma3-text": functools.partial(
+        transformers.Gemma3TextConfig,
+        **BASE,
+        head_dim=16,
+        sliding_window=12,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "phi3": functools.partial(transformers.Phi3Config, **BASE),
+    "olmo2": functools.partial(transformers.Olmo2Config, **BASE),
+    "granite": functools.partial(transformers.GraniteConfig, **BASE, logits_scaling=4.0),
+    "cohere": functools.partial(transformers.CohereConfig, **BASE),
+    "starcoder2": functools.partial(transformers.Starcoder2Config, **BASE),
+    "smollm3": functools.partial(transformers.SmolLM3Config, **BASE),
+    "qwen3-moe": functools.partial(
+        transformers.Qwen3MoeConfig, **BASE, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "mixtral": functools.partial(transformers.MixtralConfig, **BASE, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss": functools.partial(
+        transformers.GptOssConfig,
+        **BASE,
+        head_dim=16,
+        sliding_window=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "deepseek-v3": functools.partial(
+        transformers.DeepseekV3Config,
+        **{**BASE, "num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
 }
 
 

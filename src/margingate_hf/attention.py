@@ -40,7 +40,8 @@ def verify_attention(
 
     Args:
         query (`torch.Tensor` of shape `[1, heads, tokens, dim]`, float32).
-        keys, values (`torch.Tensor` of shape `[rows, blocks, kv_heads, KV_BLOCK, dim]`, float32): the exact stores.
+        keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`, float32): the exact stores, `length` a
+            multiple of `KV_BLOCK`.
         geometry ([`VerifyGeometry`]): rows and positions of the tokens.
         scaling (`float`): factor on the scores.
         sliding_window (`int`, *optional*): keys a query sees, itself included. `None`: all.
@@ -64,12 +65,12 @@ def verify_attention(
 
 def _row_blocks(store: torch.Tensor, part: Round) -> torch.Tensor:
     """
-    The rows and blocks of a round, `[rows, n_blocks, kv_heads, KV_BLOCK, dim]`; a view where the rows are consecutive.
+    The rows and blocks of a round, `[rows, kv_heads, n_blocks, KV_BLOCK, dim]`; a view where the rows are consecutive.
     """
     first, count = part.slots[0], len(part.slots)
-    if part.slots == tuple(range(first, first + count)):
-        return store[first : first + count, : part.n_blocks]
-    return store[list(part.slots), : part.n_blocks]
+    consecutive = part.slots == tuple(range(first, first + count))
+    rows = store[first : first + count] if consecutive else store[list(part.slots)]
+    return rows[:, :, : part.n_blocks * KV_BLOCK].unflatten(2, (part.n_blocks, KV_BLOCK))
 
 
 def _attend(
@@ -85,37 +86,37 @@ def _attend(
 
     Args:
         tile (`[rows, QUERY_TILE, heads, dim]`): scaled queries.
-        keys, values (`[rows, blocks, kv_heads, KV_BLOCK, dim]`).
-        hidden (bool `[rows, blocks, 1, QUERY_TILE, 1, KV_BLOCK]`).
+        keys, values (`[rows, kv_heads, blocks, KV_BLOCK, dim]`).
+        hidden (bool `[rows, 1, blocks, QUERY_TILE, 1, KV_BLOCK]`).
 
     Returns:
         `[rows, QUERY_TILE, heads, value_dim]`.
     """
-    rows, blocks, kv_heads, _, dim = keys.shape
+    rows, kv_heads, blocks, _, dim = keys.shape
     group = tile.shape[2] // kv_heads
     size = rows * blocks * kv_heads
-    q = tile.view(rows, 1, QUERY_TILE, kv_heads, group, dim).permute(0, 1, 3, 2, 4, 5)
-    q = q.reshape(rows, 1, kv_heads, QUERY_TILE * group, dim).expand(-1, blocks, -1, -1, -1)
+    q = tile.view(rows, QUERY_TILE, kv_heads, group, dim).transpose(1, 2)
+    q = q.reshape(rows, kv_heads, 1, QUERY_TILE * group, dim).expand(-1, -1, blocks, -1, -1)
     scores = torch.bmm(q.reshape(size, -1, dim), keys.reshape(size, KV_BLOCK, dim).transpose(1, 2))
-    scores = scores.view(rows, blocks, kv_heads, QUERY_TILE, group, KV_BLOCK)
+    scores = scores.view(rows, kv_heads, blocks, QUERY_TILE, group, KV_BLOCK)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill_(hidden, float("-inf"))
-    top = scores.amax(dim=(1, 5), keepdim=True)
+    top = scores.amax(dim=(2, 5), keepdim=True)
     if sinks is not None:
-        sinks = sinks.float().view(1, 1, kv_heads, 1, group, 1)
+        sinks = sinks.float().view(1, kv_heads, 1, 1, group, 1)
         top = torch.maximum(top, sinks)
     weights = scores.sub_(top).exp_()
     sums = weights.sum(-1, keepdim=True)
     parts = torch.bmm(weights.view(size, -1, KV_BLOCK), values.reshape(size, KV_BLOCK, -1))
-    parts = parts.view(rows, blocks, kv_heads, QUERY_TILE, group, -1)
+    parts = parts.view(rows, kv_heads, blocks, QUERY_TILE, group, -1)
     # Adding 0.0 turns a -0.0 of the first block into the +0.0 that one further, empty block would make of it.
-    total, weighted = sums[:, 0] + 0.0, parts[:, 0] + 0.0
+    total, weighted = sums[:, :, 0] + 0.0, parts[:, :, 0] + 0.0
     for block in range(1, blocks):
-        total = total + sums[:, block]
-        weighted = weighted + parts[:, block]
+        total = total + sums[:, :, block]
+        weighted = weighted + parts[:, :, block]
     if sinks is not None:
-        total = total + (sinks - top)[:, 0].exp()
+        total = total + (sinks - top)[:, :, 0].exp()
     out = weighted / total
     return out.transpose(1, 2).reshape(rows, QUERY_TILE, kv_heads * group, -1)
 

@@ -1,9 +1,9 @@
 """A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
 
-Each layer keeps two stores. The *draft* store holds keys and values in the model's own dtype, `[rows, heads, capacity,
-dim]`, as the fast path reads them. The *exact* store holds the committed columns in FP32, already summed from their
-planes and cut into the verifier's blocks, `[rows, blocks, heads, KV_BLOCK, dim]`, so that a pass needs neither a cast
-nor a copy. A verifier pass writes both, which is the column repair; a fast step writes the draft store alone.
+Each layer keeps two stores, `[rows, heads, capacity, dim]`. The *draft* store holds keys and values in the model's own
+dtype, as the fast path reads them. The *exact* store holds the committed columns in FP32, already summed from their
+planes, so that a pass needs no cast. A verifier pass writes both, which is the column repair; a fast step writes the
+draft store alone.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ class MarginGateLayer(DynamicLayer):
 
     @staticmethod
     def _allocate(states: torch.Tensor, cache: MarginGateCache) -> tuple[torch.Tensor, torch.Tensor]:
-        heads, dim = states.shape[1], states.shape[3]
-        blocks = cache.capacity // KV_BLOCK
+        shape = (cache.rows, states.shape[1], cache.capacity, states.shape[3])
         # Zeros, not garbage: a masked column is multiplied by an exact 0, which only a finite number survives.
-        draft = torch.zeros(cache.rows, heads, cache.capacity, dim, dtype=cache.dtype, device=states.device)
-        exact = torch.zeros(cache.rows, blocks, heads, KV_BLOCK, dim, dtype=torch.float32, device=states.device)
-        return draft, exact
+        draft = torch.zeros(shape, dtype=cache.dtype, device=states.device)
+        return draft, torch.zeros(shape, dtype=torch.float32, device=states.device)
 
     def grow(self) -> None:
         """Extends the stores to the owner's capacity, keeping what they hold."""
@@ -65,7 +63,7 @@ class MarginGateLayer(DynamicLayer):
                 draft, exact = getattr(self, name), getattr(self, f"exact_{name}")
                 new_draft, new_exact = self._allocate(draft[:, :, :1], self._cache)
                 new_draft[:, :, : draft.shape[2]] = draft
-                new_exact[:, : exact.shape[1]] = exact
+                new_exact[:, :, : exact.shape[2]] = exact
                 setattr(self, name, new_draft)
                 setattr(self, f"exact_{name}", new_exact)
 
@@ -80,8 +78,8 @@ class MarginGateLayer(DynamicLayer):
                 `[rows, heads, 1, dim]` in a fast step, the model's dtype).
 
         Returns:
-            What the registered attention reads: the exact stores `[rows, blocks, heads, KV_BLOCK, dim]` in a verifier
-            pass, the draft stores `[rows, heads, length, dim]` in a fast step. Views, no copies.
+            What the registered attention reads, `[rows, heads, length, dim]`: the exact stores, whole blocks, in a
+            verifier pass, the draft stores in a fast step. Views, no copies.
 
         Raises:
             `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
@@ -109,9 +107,9 @@ class MarginGateLayer(DynamicLayer):
         assert exact is not None
         columns = round_to_planes(states[0].transpose(0, 1), self._cache.dtype, self._cache.kv_planes)
         slots, positions = geometry.slots, geometry.positions
-        exact[slots, positions // KV_BLOCK, :, positions % KV_BLOCK] = columns
+        exact[slots, :, positions] = columns
         draft[slots, :, positions] = columns.to(draft.dtype)
-        return exact
+        return exact[: geometry.n_rows, :, : geometry.n_blocks * KV_BLOCK]
 
     @staticmethod
     def _draft(draft: torch.Tensor, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
@@ -261,8 +259,7 @@ class MarginGateCache(DynamicCache):
         out = []
         for store in (self.layers[layer].exact_keys, self.layers[layer].exact_values):
             assert store is not None
-            flat = store[slot].transpose(0, 1).flatten(1, 2)
-            out.append(flat[:, : self.verified[slot]])
+            out.append(store[slot, :, : self.verified[slot]])
         return out[0], out[1]
 
     def check(self) -> None:

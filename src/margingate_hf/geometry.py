@@ -53,11 +53,11 @@ class Round:
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def hidden(self, sliding_window: int | None) -> torch.Tensor:
-        """Keys a query must not see: bool `[rows, n_blocks, 1, QUERY_TILE, 1, KV_BLOCK]`, built once a window size."""
+        """Keys a query must not see: bool `[rows, 1, n_blocks, QUERY_TILE, 1, KV_BLOCK]`, built once a window size."""
         mask = self.masks.get(sliding_window)
         if mask is None:
             device = self.query_position.device
-            keys = torch.arange(self.n_blocks * KV_BLOCK, device=device).view(1, self.n_blocks, 1, 1, 1, KV_BLOCK)
+            keys = torch.arange(self.n_blocks * KV_BLOCK, device=device).view(1, 1, self.n_blocks, 1, 1, KV_BLOCK)
             queries = self.query_position.view(-1, 1, 1, QUERY_TILE, 1, 1)
             mask = keys > queries
             if sliding_window is not None:
@@ -74,13 +74,14 @@ class VerifyGeometry:
     Attributes:
         slots, positions: int64 `[n_tokens]`, cache row and position of each token.
         rounds: query tiles.
-        n_blocks: KV blocks the cache must hold.
+        n_rows, n_blocks: leading cache rows, and KV blocks of them, that the pass reads.
         calls: attention calls by layer index; the self-test reads it.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     rounds: tuple[Round, ...]
+    n_rows: int
     n_blocks: int
     calls: dict[int, int] = field(default_factory=dict)
 
@@ -148,6 +149,7 @@ def verify_geometry(segments: Sequence[Segment], device: torch.device) -> Verify
         slots=torch.tensor(slots, device=device),
         positions=torch.tensor(positions, device=device),
         rounds=rounds,
+        n_rows=max(slots) + 1,
         n_blocks=max(members.n_blocks for members in rounds),
     )
 
