@@ -99,7 +99,7 @@ def _matmul(mode: VerifierMode, func: Callable, input: Any, other: Any) -> torch
         return a.float() * b.float()  # an outer product sums nothing
     if b.dim() == 2 and mode.store.owns(b):
         return _linear(mode, func, a, b.t())
-    mode._refuse(func, "multiplies two activations, which")
+    mode._refuse(func, "between two activations has no fixed plan")
     return func(a.float(), b.float())
 
 
@@ -107,7 +107,7 @@ def _addmm(
     mode: VerifierMode, func: Callable, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     if beta != 1 or alpha != 1 or not mode.store.owns(mat2):
-        mode._refuse(func, "with scaling or on activations")
+        mode._refuse(func, "with scaling or on activations has no fixed plan")
         return func(input.float(), mat1.float(), mat2.float(), beta=beta, alpha=alpha)
     return _linear(mode, func, mat1, mat2.t(), input)
 
@@ -119,7 +119,7 @@ def _embedding(mode: VerifierMode, func: Callable, *args: Any, **kwargs: Any) ->
 def _last_dim(mode: VerifierMode, func: Callable, x: torch.Tensor, dim: Any) -> bool:
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     if x.is_floating_point() and (len(dims) != 1 or dims[0] not in (-1, x.dim() - 1)):
-        mode._refuse(func, f"over dimensions {dim} of {x.dim()}")
+        mode._refuse(func, f"over dimensions {dim} of {x.dim()} has no fixed plan")
         return False
     return x.is_floating_point()
 
@@ -158,7 +158,7 @@ def _layer_norm(
     cudnn_enable: bool = True,
 ) -> torch.Tensor:
     if len(normalized_shape) != 1:
-        mode._refuse(func, f"over {len(normalized_shape)} dimensions")
+        mode._refuse(func, f"over {len(normalized_shape)} dimensions has no fixed plan")
     return arithmetic.layer_norm(input.float(), weight, bias, eps)
 
 
@@ -166,7 +166,7 @@ def _rms_norm(
     mode: VerifierMode, func: Callable, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> torch.Tensor:
     if len(normalized_shape) != 1:
-        mode._refuse(func, f"over {len(normalized_shape)} dimensions")
+        mode._refuse(func, f"over {len(normalized_shape)} dimensions has no fixed plan")
     return arithmetic.rms_norm(input.float(), weight, torch.finfo(input.dtype).eps if eps is None else eps)
 
 
@@ -176,7 +176,7 @@ def _pow(mode: VerifierMode, func: Callable, input: Any, exponent: Any) -> torch
     if isinstance(input, torch.Tensor) and exponent == 3:
         return input * input * input
     if not (isinstance(input, torch.Tensor) and input.is_floating_point()) or not mode.store.owns(input):
-        mode._refuse(func, f"with exponent {exponent!r}")
+        mode._refuse(func, f"with exponent {exponent!r} has no fixed plan")
     return func(input, exponent)
 
 

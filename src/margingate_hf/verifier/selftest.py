@@ -47,7 +47,7 @@ def choose_verifier(model: Any, config: MarginGateConfig, plans: Sequence[Linear
     Raises:
         `VerifierError`: none does; names the plans, the part each failed and how.
     """
-    problem = check_layer_types(model) or probe_elementwise() or probe_reductions()
+    problem = check_architecture(model) or probe_elementwise() or probe_reductions()
     if problem:
         raise VerifierError(f"The verifier's self-test failed: {problem}.")
     failures: list[str] = []
@@ -79,8 +79,10 @@ def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[s
     return self_test(verifier), verifier
 
 
-def check_layer_types(model: Any) -> str | None:
-    """`None` if every declared layer type is one our attention knows, otherwise a sentence that names the others."""
+def check_architecture(model: Any) -> str | None:
+    """`None` if the model uses transformers' attention interface with layer types we know, otherwise a sentence."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"coverage: {type(model).__name__} does not call transformers' attention interface"
     config = model.config.get_text_config(decoder=True)
     declared = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in declared:
