@@ -50,9 +50,9 @@ def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in BF16, enabled, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from margingate_hf.demo.checkpoint import smollm2_path
+    from margingate_hf.demo.checkpoint import fetch
 
-    path = smollm2_path()
+    path = fetch()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     return enable(model), AutoTokenizer.from_pretrained(path, padding_side="left")
 

@@ -9,6 +9,7 @@ import torch
 
 from margingate_hf import MarginGateConfig
 from margingate_hf.geometry import Segment
+from margingate_hf.rope import needs_long_table
 from margingate_hf.verifier import verifier_for
 
 
@@ -79,6 +80,7 @@ def canonical(
     config = config or MarginGateConfig()
     verifier = verifier_for(model, config)
     cache = verifier.new_cache(1, config.kv_planes)
+    cache.long_rows = [needs_long_table(model, len(prompt) + new_tokens)]
     text, logits = list(prompt), []
     position = 0
     while len(text) < len(prompt) + new_tokens and not (len(text) > len(prompt) and text[-1] == eos):

@@ -144,11 +144,18 @@ def test_quantised_weights(llama: Any) -> None:
         generate(llama)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_follows_the_batch(kind: str) -> None:
+def test_dynamic_rope_beyond_its_original_length() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = enable(tiny_model("llama", rope_parameters=rope, max_position_embeddings=14))
+    generate(model, max_new_tokens=2)
+    with pytest.raises(ValueError, match="`rope_type`='dynamic'.*row 1 may reach 15 tokens, beyond the original 14"):
+        generate(model, max_new_tokens=3)
+
+
+def test_rope_that_follows_the_batch_by_layer() -> None:
     model = enable(tiny_model("llama"))
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(NotImplementedError, match=f"`rope_type`='{kind}'"):
+    model.config.rope_parameters = {"full_attention": {"rope_type": "longrope"}}
+    with pytest.raises(NotImplementedError, match="`rope_type`='longrope'"):
         generate(model)
 
 

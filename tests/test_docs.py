@@ -18,11 +18,11 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "kernels").
 
 @pytest.mark.smollm2
 def test_readme_snippets_run(smollm2: tuple[Any, Any], capsys: pytest.CaptureFixture) -> None:
-    from margingate_hf.demo.checkpoint import smollm2_path
+    from margingate_hf.demo.checkpoint import fetch
 
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     assert len(snippets) >= 2
-    names: dict[str, Any] = {"path": smollm2_path()}
+    names: dict[str, Any] = {"path": fetch()}
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), names)
     assert "BF16 tokens were replaced" in capsys.readouterr().out

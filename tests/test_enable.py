@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, pipeline
 
@@ -98,6 +99,38 @@ def test_a_compiled_wrapper_is_unwrapped() -> None:
     compiled = torch.compile(model)
     assert enable(compiled) is compiled
     assert isinstance(model, MarginGateGenerationMixin)
+
+
+@pytest.mark.parametrize("order", ["enable first", "off-load first"])
+def test_accelerate_cpu_offload(order: str) -> None:
+    """Weights are placeholders between forwards; the verifier reads them where accelerate keeps them."""
+    expected = tokens(enable(tiny_model("gpt2")))
+    model = tiny_model("gpt2")
+    if order == "enable first":
+        enable(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    enable(model)
+    assert model.device.type == "meta"
+    assert torch.equal(tokens(model), expected)
+    for prompt, run in zip(PROMPTS, run_batch(model, PROMPTS, 8), strict=True):
+        assert_same(run, canonical(model, prompt, 8))
+
+
+def test_device_map(tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    expected = tokens(enable(model))
+    mapped = MarginGateModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"})
+    assert torch.equal(tokens(mapped), expected)
+
+
+def test_a_compiled_model_gives_the_same_bits() -> None:
+    """`model.compile()` changes the fast path alone; the verifier runs the model as it was written."""
+    expected = run_batch(enable(tiny_model("llama")), PROMPTS, 8)
+    model = enable(tiny_model("llama"))
+    model.compile(backend="eager")
+    for run, right in zip(run_batch(model, PROMPTS, 8), expected, strict=True):
+        assert_same(run, right)
 
 
 def test_threads_do_not_see_each_other() -> None:

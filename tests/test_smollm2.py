@@ -56,6 +56,18 @@ def test_other_settings_give_the_same_bits(
         assert_same(run, expected)
 
 
+def test_the_number_of_threads_changes_no_bit(
+    smollm2: tuple[Any, Any], prompts: list[list[int]], together: list[Run]
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(2, before))  # one where the suite uses two, and the other way round
+        for run, expected in zip(run_batch(smollm2[0], prompts[:3], NEW_TOKENS), together[:3], strict=True):
+            assert_same(run, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_plain_bf16_does_move_with_the_batch(smollm2: tuple[Any, Any]) -> None:
     """The guard: on the same prompts the same comparison fails without the gate."""
     model, tokenizer = smollm2

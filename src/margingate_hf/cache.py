@@ -173,6 +173,7 @@ class MarginGateCache(DynamicCache):
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
         verified (`list[int]`): leading columns of each row that a verifier pass has written.
+        long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
         identity ([`CacheIdentity`]): what the columns were computed with.
     """
 
@@ -187,6 +188,7 @@ class MarginGateCache(DynamicCache):
         self.identity: CacheIdentity | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.verified: list[int] = [0] * rows
+        self.long_rows: list[bool] = [False] * rows
         self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
 
     @property
@@ -240,6 +242,13 @@ class MarginGateCache(DynamicCache):
             layer.swap_rows(a, b)
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
         self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
+        self.long_rows[a], self.long_rows[b] = self.long_rows[b], self.long_rows[a]
+
+    def long_flags(self, slots: Sequence[int], device: torch.device) -> torch.Tensor | None:
+        """Which of some rows use the long rotary table, bool `[len(slots)]`, or `None` if none does."""
+        if not any(self.long_rows):
+            return None
+        return torch.tensor([self.long_rows[slot] for slot in slots], device=device)
 
     def common_prefix(self, slot: int, tokens: Sequence[int]) -> int:
         """How many leading `tokens` a row's verified columns already hold."""

@@ -7,6 +7,7 @@ reaches a streamer, a stopping criterion or the output.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +22,12 @@ from .gate import top2_margin
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .interfaces import installed
 from .outputs import MarginGateStatistics, RowStatistics
+from .rope import needs_long_table
 from .rows import Row, compare
 from .schedule import Pending, should_verify
 from .verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -76,12 +80,14 @@ def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[Marg
 class _Loop:
     def __init__(self, model: Any, verifier: Verifier, request: DecodeRequest):
         self.model = model
+        self.device = verifier.device
         self.verifier = verifier
         self.request = request
         self.config = request.config
         self.rows = request.rows
         self.active = list(request.rows)  # active[i].slot == i
         self.cache = request.cache or verifier.new_cache(len(self.rows), self.config.kv_planes)
+        self.cache.long_rows = [needs_long_table(model, len(row.prompt) + row.limit) for row in self.rows]
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
             fingerprint=verifier.store.fingerprint,
@@ -123,11 +129,12 @@ class _Loop:
         return Pending(len(row.drafts), row.low, would_end)
 
     def _fast_step(self) -> None:
-        device = self.model.device
+        device = self.device
         tokens = [row.last for row in self.active]
         positions = [row.verified + len(row.drafts) for row in self.active]
         self.cache.reserve(max(positions) + 1)
-        geometry = DecodeGeometry(torch.tensor(positions, device=device), max(positions) + 1)
+        long = self.cache.long_flags([row.slot for row in self.active], device)
+        geometry = DecodeGeometry(torch.tensor(positions, device=device), max(positions) + 1, long)
         with geometry_scope(geometry):
             logits = self.model(
                 input_ids=torch.tensor(tokens, device=device)[:, None],
@@ -182,7 +189,7 @@ class _Loop:
             row.scores.append(canonical.scores(index).clone())
         row.done = token in self.request.eos or len(row.committed) >= row.limit
         if self.request.criteria and not row.done:
-            ids = torch.tensor([[*row.prompt, *row.committed]], device=self.model.device)
+            ids = torch.tensor([[*row.prompt, *row.committed]], device=self.device)
             scores = tuple(score[None] for score in row.scores) or None
             row.done = bool(self.request.criteria(ids, scores).all())
         if self.request.on_commit is not None:
@@ -218,10 +225,9 @@ class _Loop:
         total.flips = sum(row.flips for row in total.rows)
         total.wasted_tokens = sum(row.wasted_tokens for row in total.rows)
         total.new_tokens = sum(row.new_tokens for row in total.rows)
-        if self.verifier.mode.unplanned:
-            total.notes.append(f"strict=False: no fixed plan for {sorted(self.verifier.mode.unplanned)}")
-        if not self.verifier.store.resident:
-            total.notes.append("weights were up-cast at every use: an FP32 copy did not fit or was not wanted")
+        total.notes = self.verifier.notes()
+        for note in total.notes:
+            logger.warning_once(note)  # type: ignore[attr-defined]  # transformers adds it to every logger
         return total
 
 

@@ -22,14 +22,17 @@ from .config import MarginGateConfig
 from .decode import DecodeRequest, decode
 from .noise import GumbelNoise
 from .outputs import MarginGateOutput
+from .placement import execution_device
 from .requests import (
     check_call,
     check_generation_config,
+    check_length,
     check_model,
     check_processors,
     refuse,
     unpadded_prompts,
 )
+from .rope import needs_long_table
 from .rows import Row
 from .verifier import forget_verifiers, verifier_for
 
@@ -152,7 +155,7 @@ class MarginGateGenerationMixin(GenerationMixin):
             arguments["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(row, ids)
         arguments.update(
             input_ids_seq_length=len(prompt),
-            encoder_input_ids=torch.tensor([prompt], device=self.device),
+            encoder_input_ids=torch.tensor([prompt], device=execution_device(self)),
             model_kwargs={},
             logits_processor=list(arguments.get("logits_processor") or []),
         )
@@ -191,7 +194,7 @@ class MarginGateGenerationMixin(GenerationMixin):
         request = DecodeRequest(
             config=call.config,
             rows=rows,
-            cache=_continued(call, rows, verifier.identity),
+            cache=_continued(self, call, rows, verifier.identity),
             eos=_ids_of(generation_config._eos_token_tensor),
             criteria=_custom_criteria(stopping_criteria, generation_config),
             keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
@@ -224,6 +227,7 @@ class MarginGateGenerationMixin(GenerationMixin):
                 )
                 raise refuse(name, value, f"row {index} has {len(prompt)} tokens and needs room for at least one more")
             processors = self._row_processors(generation_config, call, index, prompt)
+            check_length(self, len(prompt) + limit, index)
             noise = _row_noise(call, index, len(prompts)) if generation_config.do_sample else None
             rows.append(Row(index, index, prompt, limit, processors, noise))
         return rows
@@ -247,7 +251,7 @@ def _row_noise(call: _Call, index: int, rows: int) -> GumbelNoise:
     return GumbelNoise(seed, sample)
 
 
-def _continued(call: _Call, rows: list[Row], identity: CacheIdentity) -> MarginGateCache | None:
+def _continued(model: Any, call: _Call, rows: list[Row], identity: CacheIdentity) -> MarginGateCache | None:
     """The caller's cache cut back to what the prompts share with it, or `None` where none was passed."""
     cache = call.cache
     if cache is None:
@@ -262,6 +266,8 @@ def _continued(call: _Call, rows: list[Row], identity: CacheIdentity) -> MarginG
     for row in rows:
         # The last prompt token is always read again: its logits are needed.
         row.reused = min(cache.common_prefix(row.index, row.prompt), len(row.prompt) - 1)
+        if cache.long_rows[row.index] != needs_long_table(model, len(row.prompt) + row.limit):
+            row.reused = 0  # its keys are rotated by the other table
         cache.rollback(row.index, row.reused)
     return cache
 

@@ -75,6 +75,7 @@ class VerifyGeometry:
         slots, positions: int64 `[n_tokens]`, cache row and position of each token.
         rounds: query tiles.
         n_rows, n_blocks: leading cache rows, and KV blocks of them, that the pass reads.
+        long: bool `[n_tokens]`, tokens of rows that use the long rotary table; `None` if there are none.
         calls: attention calls by layer index; the self-test reads it.
     """
 
@@ -83,6 +84,7 @@ class VerifyGeometry:
     rounds: tuple[Round, ...]
     n_rows: int
     n_blocks: int
+    long: torch.Tensor | None = None
     calls: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -99,10 +101,12 @@ class DecodeGeometry:
     Attributes:
         positions: int64 `[n_rows]`, the position each row's token takes.
         length: keys to read, one past the furthest position.
+        long: bool `[n_rows]`, rows that use the long rotary table; `None` if there are none.
     """
 
     positions: torch.Tensor
     length: int
+    long: torch.Tensor | None = None
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
 

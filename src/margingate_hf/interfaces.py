@@ -1,4 +1,4 @@
-"""Points a model at our attention and at eager experts for a while, and back.
+"""Points a model at our attention, at eager experts and at pinned rotary tables for a while, and back.
 
 Transformers looks an implementation up by a name in the model's config at every forward. Ours is registered once,
 under one name; `installed` writes that name into every config of a model for the duration of a block. A config is
@@ -9,6 +9,7 @@ otherwise stand aside and call what the model used before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import attention
 from .fixed_plan import fixed_plan
 from .geometry import VerifyGeometry, current_geometry
+from .rope import PinnedRotary, rotary_modules
 
 NAME = "margingate"
 ATTENTION = "_attn_implementation_internal"
@@ -105,32 +107,42 @@ def _stock_attention(module: torch.nn.Module) -> Callable:
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
+_ABSENT = object()
+
+
 class _Installed:
-    """Which config attributes hold our name now, how often, and what they held before."""
+    """Which attributes hold something of ours now, how often, and what they held before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[int, str], tuple[str | None, int]] = {}
+        self._held: dict[tuple[int, str], tuple[Any, int]] = {}
 
-    def original(self, config: Any, attribute: str) -> str | None:
-        entry = self._held.get((id(config), attribute))
+    def original(self, owner: Any, attribute: str) -> Any:
+        entry = self._held.get((id(owner), attribute))
         return entry[0] if entry else None
 
-    def add(self, config: Any, attribute: str) -> None:
-        key = (id(config), attribute)
+    def add(self, owner: Any, attribute: str, make: Callable[[], Any]) -> None:
+        key = (id(owner), attribute)
         with self._lock:
-            name, count = self._held.get(key, (getattr(config, attribute), 0))
-            self._held[key] = (name, count + 1)
-            setattr(config, attribute, NAME)
-
-    def remove(self, config: Any, attribute: str) -> None:
-        key = (id(config), attribute)
-        with self._lock:
-            name, count = self._held[key]
-            if count > 1:
-                self._held[key] = (name, count - 1)
+            if key in self._held:
+                before, count = self._held[key]
+                self._held[key] = (before, count + 1)
                 return
-            setattr(config, attribute, name)
+            ours = make()
+            self._held[key] = (owner.__dict__.get(attribute, _ABSENT), 1)
+            setattr(owner, attribute, ours)
+
+    def remove(self, owner: Any, attribute: str) -> None:
+        key = (id(owner), attribute)
+        with self._lock:
+            before, count = self._held[key]
+            if count > 1:
+                self._held[key] = (before, count - 1)
+                return
+            if before is _ABSENT:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
             del self._held[key]
 
 
@@ -157,10 +169,12 @@ def installed(model: torch.nn.Module) -> Iterator[None]:
     stock call meanwhile still gets the implementation it had.
     """
     added: list[tuple[Any, str]] = []
+    wanted: list[tuple[Any, str, Callable[[], Any]]] = [(*slot, lambda: NAME) for slot in implementation_slots(model)]
+    wanted += [(module, "forward", functools.partial(PinnedRotary, module)) for module in rotary_modules(model)]
     try:
-        for slot in implementation_slots(model):
-            _installed.add(*slot)
-            added.append(slot)
+        for owner, attribute, make in wanted:
+            _installed.add(owner, attribute, make)
+            added.append((owner, attribute))
         yield
     finally:
         for slot in added:

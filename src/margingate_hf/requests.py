@@ -10,6 +10,8 @@ from transformers import GenerationConfig
 
 from .cache import MarginGateCache
 from .config import MarginGateConfig
+from .placement import execution_device
+from .rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 
 STATIC_HELP = "leave it out; the gate brings its own cache"
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,10 +45,11 @@ def check_model(model: Any) -> None:
         raise refuse("quantization_config", str(method), "load the model un-quantised, in BF16, FP16 or FP32")
     if model.dtype not in KNOWN_DTYPES:
         raise refuse("model.dtype", model.dtype, "load the model in BF16, FP16 or FP32")
-    if model.device.type != "cpu":
+    device = execution_device(model)
+    if device.type != "cpu":
         raise refuse(
             "model.device",
-            str(model.device),
+            str(device),
             "the verifier's CUDA plan is not built yet; move the model to CPU",
             NotImplementedError,
         )
@@ -60,14 +63,31 @@ def check_model(model: Any) -> None:
             "use an attention-only model",
         )
     rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
+    for parameters in (value for value in rope.values() if isinstance(value, dict)):
+        if parameters.get("rope_type") in PINNED_TYPES:
             raise refuse(
                 "rope_type",
                 parameters["rope_type"],
-                "its frequencies follow the longest text in the batch; use a checkpoint with another RoPE type",
+                "its frequencies follow the longest text in the batch, and differ by layer; use another checkpoint",
                 NotImplementedError,
             )
+
+
+def check_length(model: Any, length: int, row: int) -> None:
+    """
+    Refuses a row that would outgrow the original length of a `dynamic` RoPE, whose frequencies then follow the batch.
+
+    Raises:
+        `ValueError`: names the row and the lengths.
+    """
+    dynamic = [module for module in rotary_modules(model) if module.rope_type == "dynamic"]
+    if dynamic and needs_long_table(model, length):
+        raise refuse(
+            "rope_type",
+            "dynamic",
+            f"row {row} may reach {length} tokens, beyond the original {original_length(model)}, where its frequencies "
+            "follow the longest text in the batch; shorten it or lower `max_new_tokens`",
+        )
 
 
 def check_call(arguments: dict[str, Any], rows: int | None) -> None:

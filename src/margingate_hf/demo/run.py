@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..config import MarginGateConfig
 from ..generation import enable
 from ..verifier import verifier_for
-from .checkpoint import quiet_transformers, smollm2_path
+from .checkpoint import fetch, quiet_transformers
 from .compare import Decoded, decode_all, divergence
 from .prompts import PROMPTS
 
@@ -29,7 +29,7 @@ def load(model_name: str | None, progress: bool) -> tuple[Any, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source: str | Path = model_name if model_name is not None else smollm2_path(progress)
+    source: str | Path = model_name if model_name is not None else fetch(progress=progress)
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")

@@ -3,8 +3,9 @@
 from .mode import StrictVerifierError, VerifierMode
 from .plans import CPU_PLANS, LinearPlan, PrepackedPlan, TilePlan
 from .reference import reference_logits
+from .registry import forget_verifiers, verifier_for
 from .selftest import VerifierError, self_test
-from .verifier import Verifier, forget_verifiers, verifier_for
+from .verifier import Verifier
 
 __all__ = [
     "CPU_PLANS",

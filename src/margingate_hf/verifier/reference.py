@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..interfaces import eager
+from ..placement import execution_device
 
 _UPCAST = frozenset(
     {
@@ -79,6 +80,6 @@ def reference_logits(model: Any, tokens: list[int], dtype: torch.dtype = torch.f
     Returns:
         `torch.Tensor` of shape `[len(tokens), vocabulary]`, `dtype`.
     """
-    ids = torch.tensor([tokens], device=model.device)
+    ids = torch.tensor([tokens], device=execution_device(model))
     with eager(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
         return model(input_ids=ids, use_cache=False).logits[0].to(dtype)

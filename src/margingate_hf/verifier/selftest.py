@@ -10,7 +10,6 @@ unplanned;
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +17,13 @@ import torch
 
 from ..config import MarginGateConfig
 from ..geometry import KV_BLOCK, Segment, verify_geometry
+from ..rope import needs_long_table
 from .arithmetic import probe_elementwise, probe_reductions
 from .audit import OperatorAudit
 from .mode import StrictVerifierError
 from .plans import LinearPlan, probe_linear
 from .reference import reference_logits
 from .verifier import Verifier, n_layers
-
-logger = logging.getLogger(__name__)
 
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # With exact K/V (three planes) verifier and reference differ by FP32 rounding alone. One operation rounds by 2^-24; a
@@ -57,10 +55,7 @@ def choose_verifier(model: Any, config: MarginGateConfig, plans: Sequence[Linear
         problem, verifier = _try_plan(model, config, plan)
         if problem is None:
             assert verifier is not None
-            if failures:
-                logger.warning(
-                    "verifier plan %s is used; a faster one failed its self-test (%s)", plan.name, "; ".join(failures)
-                )
+            verifier.passed_over = failures
             return verifier
         failures.append(f"{plan.name}: {problem}")
     raise VerifierError(
@@ -119,12 +114,12 @@ def _texts(model: Any) -> list[list[int]]:
 def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     cache = verifier.new_cache(1, 3)
     cache.reserve(len(text))
-    geometry = verify_geometry([Segment(0, 0, text)], verifier.model.device)
+    geometry = verify_geometry([Segment(0, 0, text)], verifier.device)
     audit = OperatorAudit()
     try:
         with audit, verifier.scope(geometry):
             verifier.model(
-                input_ids=torch.tensor([text], device=verifier.model.device),
+                input_ids=torch.tensor([text], device=verifier.device),
                 position_ids=geometry.positions[None],
                 cache=cache,
                 use_cache=True,
@@ -172,12 +167,14 @@ def _invariance(verifier: Verifier, texts: list[list[int]], alone: list[torch.Te
 
 def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:
     cache = verifier.new_cache(len(texts), 3)
+    cache.long_rows = [needs_long_table(verifier.model, len(text)) for text in texts]
     logits = verifier.run(cache, [Segment(slot, 0, text) for slot, text in enumerate(texts)])
     return list(logits.split([len(text) for text in texts]))
 
 
 def _run_cut(verifier: Verifier, text: list[int]) -> torch.Tensor:
     cache = verifier.new_cache(1, 3)
+    cache.long_rows = [needs_long_table(verifier.model, len(text))]
     parts, start, turn = [], 0, 0
     while start < len(text):
         size = WINDOWS[turn] if turn < len(WINDOWS) else len(text)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..cache import CacheIdentity, MarginGateCache
-from ..config import MarginGateConfig
 from ..geometry import KV_BLOCK, QUERY_TILE, Segment, VerifyGeometry, geometry_scope, verify_geometry
 from ..interfaces import installed
+from ..placement import execution_device
 from .mode import VerifierMode
-from .plans import CPU_PLANS, LinearPlan
+from .plans import LinearPlan
 from .weights import WeightStore
-
-logger = logging.getLogger(__name__)
 
 # Tokens of one pass. Longer prompts are cut; the cut cannot change a bit, it bounds the memory of a pass.
 PASS_TOKENS = 512
@@ -39,15 +34,26 @@ class Verifier:
 
     def __init__(self, model: Any, plan: LinearPlan, strict: bool = True, resident: bool | None = None):
         self.model = model
+        self.device = execution_device(model)
         self.plan = plan
         self.store = WeightStore(model, plan, resident)
         self.mode = VerifierMode(self.store, strict)
+        self.passed_over: list[str] = []
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def name(self) -> str:
         """The plan in one line; two verifiers of one name and one processor type compute the same bits."""
         return f"cpu/{self.plan.name}/kv{KV_BLOCK}/q{QUERY_TILE}/torch-{torch.__version__}"
+
+    def notes(self) -> list[str]:
+        """Every slower or weaker path this verifier is on, in words."""
+        found = [f"verifier plan {self.plan.name} is used; a faster one failed ({why})" for why in self.passed_over]
+        if self.mode.unplanned:
+            found.append(f"strict=False: no fixed plan, and no guarantee, for {sorted(self.mode.unplanned)}")
+        if not self.store.resident:
+            found.append("weights are up-cast at every use: an FP32 copy does not fit or was not wanted")
+        return found
 
     def new_cache(self, rows: int, kv_planes: int) -> MarginGateCache:
         """An empty cache for this model."""
@@ -89,8 +95,9 @@ class Verifier:
     def _forward(
         self, cache: MarginGateCache, segments: list[Segment], keep: str, ends_segment: list[bool]
     ) -> torch.Tensor:
-        device = self.model.device
+        device = self.device
         geometry = verify_geometry(segments, device)
+        geometry.long = cache.long_flags(geometry.slots.tolist(), device)
         ids = torch.tensor([[token for segment in segments for token in segment.tokens]], device=device)
         wanted = torch.arange(ids.shape[1], device=device)
         if keep == "last":
@@ -113,7 +120,7 @@ class Verifier:
         """Everything that makes one forward of the model a verifier pass, undone on every way out."""
         with (
             torch.no_grad(),
-            torch.autocast(self.model.device.type, enabled=False),
+            torch.autocast(self.device.type, enabled=False),
             torch.compiler.set_stance("force_eager"),
             _full_precision(),
             installed(self.model),
@@ -161,35 +168,3 @@ def _full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-_verifiers: weakref.WeakKeyDictionary[Any, dict[tuple, Verifier]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
-
-
-def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan] = CPU_PLANS) -> Verifier:
-    """
-    The verifier of a model, self-tested once per (device, dtype, thread count, settings) and then kept with the model.
-
-    Every call compares the weights' checksums, so an edited weight is noticed.
-
-    Raises:
-        `VerifierError`: no plan passes the self-test; the message names the part that failed.
-    """
-    from .selftest import choose_verifier
-
-    key = (str(model.device), model.dtype, torch.get_num_threads(), config.strict, config.resident_weights, plans)
-    with _lock:
-        kept = _verifiers.setdefault(model, {})
-        verifier = kept.get(key)
-        if verifier is None:
-            verifier = kept[key] = choose_verifier(model, config, plans)
-        elif verifier.store.refresh():
-            logger.info("a weight or an adapter has changed since the last call; its FP32 copy was dropped.")
-    return verifier
-
-
-def forget_verifiers(model: Any) -> None:
-    """Drops a model's verifiers and their FP32 weights."""
-    with _lock:
-        _verifiers.pop(model, None)

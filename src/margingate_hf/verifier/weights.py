@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import torch
 
+from ..placement import named_weights
 from .plans import LinearPlan
 
 # Share of the memory free at the time that an FP32 copy may take when the user left the choice to us.
@@ -83,7 +84,7 @@ class WeightStore:
         """
         sums: dict[str, tuple] = {}
         owners: dict[int, str] = {}
-        for name, tensor in _tensors(self._model):
+        for name, tensor in named_weights(self._model):
             owners[tensor.untyped_storage().data_ptr()] = name
             sums[name] = (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype), *checksum(tensor))
         with self._lock:
@@ -109,7 +110,7 @@ class WeightStore:
             return self._wanted
         if self._packed:
             return True
-        need = sum(4 * tensor.numel() for _, tensor in _tensors(self._model) if tensor.dim() >= 2)
+        need = sum(4 * tensor.numel() for _, tensor in named_weights(self._model) if tensor.dim() >= 2)
         return need <= RESIDENT_SHARE * psutil.virtual_memory().available
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -132,15 +133,8 @@ class WeightStore:
 
     def linear_shapes(self) -> Iterable[torch.Size]:
         """Distinct shapes of the model's matrices, for the probe."""
-        shapes = {tensor.shape[-2:] for _, tensor in _tensors(self._model) if tensor.dim() >= 2}
+        shapes = {tensor.shape[-2:] for _, tensor in named_weights(self._model) if tensor.dim() >= 2}
         return sorted(shapes, key=tuple)
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    for name, buffer in model.named_buffers():
-        if buffer.numel():
-            yield name, buffer
 
 
 def _adapters(model: torch.nn.Module) -> list[str]:

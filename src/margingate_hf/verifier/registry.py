@@ -1,0 +1,55 @@
+"""The verifiers of this process: one for each model and setting, tested when made, kept as long as the model lives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import MarginGateConfig
+from ..placement import execution_device
+from .plans import CPU_PLANS, LinearPlan
+from .selftest import choose_verifier
+from .verifier import Verifier
+
+logger = logging.getLogger(__name__)
+
+_verifiers: weakref.WeakKeyDictionary[Any, dict[tuple, Verifier]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan] = CPU_PLANS) -> Verifier:
+    """
+    The verifier of a model, self-tested once per (device, dtype, thread count, settings) and then kept with the model.
+
+    Every call compares the weights' checksums, so an edited weight is noticed.
+
+    Raises:
+        `VerifierError`: no plan passes the self-test; the message names the part that failed.
+    """
+    key = (
+        str(execution_device(model)),
+        model.dtype,
+        torch.get_num_threads(),
+        config.strict,
+        config.resident_weights,
+        plans,
+    )
+    with _lock:
+        kept = _verifiers.setdefault(model, {})
+        verifier = kept.get(key)
+        if verifier is None:
+            verifier = kept[key] = choose_verifier(model, config, plans)
+        elif verifier.store.refresh():
+            logger.info("a weight or an adapter has changed since the last call; its FP32 copy was dropped.")
+    return verifier
+
+
+def forget_verifiers(model: Any) -> None:
+    """Drops a model's verifiers and their FP32 weights."""
+    with _lock:
+        _verifiers.pop(model, None)
