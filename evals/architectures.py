@@ -97,13 +97,23 @@ class _TimeUp(Exception):
 def _shrunk(config_class: type) -> Any:
     """A tiny config; text configs inside a composite are shrunk as well."""
     plain = config_class()
-    fields = {name: value for name, value in SMALL.items() if getattr(plain, name, None) is not None}
-    if getattr(plain, "layer_types", None):
+    fields = {name: value for name, value in SMALL.items() if _settable(plain, name)}
+    if "kv_lora_rank" in fields:
+        fields["num_key_value_heads"] = SMALL["num_attention_heads"]  # latent attention has a key for every query
+    if _settable(plain, "layer_types"):
         fields["layer_types"] = _few_layers(plain.layer_types)
     text = getattr(plain, "text_config", None)
     if text is not None and not isinstance(text, dict):
         fields = {"text_config": _shrunk(type(text)).to_dict()}
     return config_class(**fields)
+
+
+def _settable(config: Any, name: str) -> bool:
+    """Whether a config has a field, not a computed property, of that name, and uses it."""
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    unset = name in ("head_dim", "num_key_value_heads", "pad_token_id") and hasattr(config, name)
+    return unset or getattr(config, name, None) is not None
 
 
 def _few_layers(types: list[str]) -> list[str]:

@@ -280,6 +280,19 @@ def self_test_problem(model: Any) -> str:
         return f"coverage: {error}"
 
 
+def test_a_forward_that_changes_its_buffers_is_refused() -> None:
+    """CTRL rounds its position table to the dtype of the forward before: an earlier call would move a text."""
+    model = tiny_model("llama")
+    model.register_buffer("table", torch.zeros(4))
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        module.table += 1
+
+    model.register_forward_hook(count)
+    with pytest.raises(VerifierError, match=r"coverage.*changes its weights or buffers \['table'\]"):
+        verifier_for(model, MarginGateConfig())
+
+
 def test_a_layer_that_skips_our_attention_is_refused() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[1].self_attn

@@ -92,6 +92,8 @@ ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.cos,
     torch.sin,
     torch.log,
+    torch.log1p,
+    torch.expm1,
     torch.sqrt,
 )
 

@@ -235,6 +235,8 @@ def _table() -> dict[Callable, Callable]:
         "cos": _elementwise(torch.cos),
         "sin": _elementwise(torch.sin),
         "log": _elementwise(torch.log),
+        "log1p": _elementwise(torch.log1p),
+        "expm1": _elementwise(torch.expm1),
         "dropout": _dropout,
     }
     return {func: handler for name, handler in entries.items() for func in _everywhere(name)}

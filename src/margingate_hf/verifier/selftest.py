@@ -3,7 +3,7 @@
 Parts, on ragged texts longer than a K/V block, a query tile and the default window:
 
 - *coverage*: every layer is of a type we know, our attention was called exactly once per layer, no operator ran
-unplanned;
+  unplanned, a forward leaves weights and buffers as they are;
 - *correctness*: logits equal the model's stock eager FP32 forward of each text alone within `TOLERANCE`;
 - *invariance*: the same tokens in other windows, batches and orders give the same bits, logits and cache.
 """
@@ -100,7 +100,7 @@ def self_test(verifier: Verifier) -> str | None:
     if problem:
         return problem
     alone = [_run(verifier, [text])[0] for text in texts]
-    return _correctness(verifier, texts, alone) or _invariance(verifier, texts, alone)
+    return _correctness(verifier, texts, alone) or _invariance(verifier, texts, alone) or _memory(verifier, texts[-1])
 
 
 def _texts(model: Any) -> list[list[int]]:
@@ -163,6 +163,17 @@ def _invariance(verifier: Verifier, texts: list[list[int]], alone: list[torch.Te
                 differing = int((first != other).any(-1).sum())
                 return f"invariance: {differing} of {len(text)} positions change their bits {name}"
     return None
+
+
+def _memory(verifier: Verifier, text: list[int]) -> str | None:
+    """
+    A forward that changes its own buffers (CTRL rounds its position table) makes a text depend on earlier calls.
+    """
+    verifier.store.refresh()
+    with torch.no_grad():
+        verifier.model(input_ids=torch.tensor([text], device=verifier.device), use_cache=False)
+    changed = verifier.store.refresh()
+    return f"coverage: the model's own forward changes its weights or buffers {sorted(changed)}" if changed else None
 
 
 def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:

@@ -75,12 +75,12 @@ class WeightStore:
         self.fingerprint = ""
         self.refresh()
 
-    def refresh(self) -> bool:
+    def refresh(self) -> set[str]:
         """
         Compares checksums and drops packed copies of what changed.
 
         Returns:
-            Whether anything had changed.
+            Names of what had changed.
         """
         sums: dict[str, tuple] = {}
         owners: dict[int, str] = {}
@@ -103,7 +103,7 @@ class WeightStore:
             self.resident = self._decide()
             if not self.resident:
                 self._packed.clear()
-        return bool(changed)
+        return changed
 
     def _decide(self) -> bool:
         if self._wanted is not None:
