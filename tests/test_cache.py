@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from margingate_hf import MarginGateCache
+from margingate_hf import MarginGateCache, enable
 from margingate_hf.geometry import KV_BLOCK, DecodeGeometry, Segment, geometry_scope, verify_geometry
 from margingate_hf.planes import round_to_planes
 from sameness import padded
-from tiny import random_prompts
+from tiny import random_prompts, tiny_model
 
 HEADS, DIM = 2, 4
 CPU = torch.device("cpu")
@@ -159,6 +159,19 @@ def test_to_dynamic_cache_continues_in_stock_transformers(llama: Any) -> None:
             assert (
                 step[row] - alone
             ).norm() / alone.norm() < 0.2  # BF16 against BF16 with other K/V; layout errors give ~1
+
+
+def test_to_dynamic_cache_continues_in_stock_generate() -> None:
+    """In FP32 the stock continuation on our columns is the one stock `generate` gives for the whole text."""
+    model = enable(tiny_model("llama", dtype=torch.float32))
+    batch = padded(random_prompts([6, 11]))
+    first = model.generate(**batch, max_new_tokens=5, do_sample=False, margin_gate=True, return_dict_in_generate=True)
+    cache, mask = first.cache.to_dynamic_cache()
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    assert mask.shape == first.sequences.shape
+    arguments = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    continued = model.generate(first.sequences, cache=cache, **arguments)
+    assert torch.equal(continued, model.generate(first.sequences, **arguments))
 
 
 def test_a_cache_made_in_inference_mode_can_be_written_later(llama: Any) -> None:

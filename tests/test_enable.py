@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, pipeline
 
-from margingate_hf import MarginGateConfig, MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable
+from margingate_hf import (
+    MarginGateConfig,
+    MarginGateGenerationMixin,
+    MarginGateModelForCausalLM,
+    disable,
+    enable,
+    generation,
+)
 from sameness import assert_same, canonical, padded, run_batch
 from tiny import random_prompts, tiny_config, tiny_model
 
@@ -173,3 +181,8 @@ def test_pipeline(smollm2: tuple[Any, Any]) -> None:
     alone = [pipe(text, **arguments)[0]["generated_text"] for text in texts]
     together = [out[0]["generated_text"] for out in pipe(texts, batch_size=2, **arguments)]
     assert alone == together
+    built = pipeline("text-generation", model=model, tokenizer=tokenizer, margin_gate=MarginGateConfig(window=4))
+    del arguments["margin_gate"]
+    with mock.patch.object(generation, "decode", wraps=generation.decode) as gated:
+        assert [built(text, **arguments)[0]["generated_text"] for text in texts] == alone
+    assert gated.call_count == 2, "the gate given at construction was used"

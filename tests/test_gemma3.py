@@ -30,7 +30,7 @@ def gemma() -> tuple[Any, Any]:
 def test_texts_longer_than_the_window(gemma: tuple[Any, Any]) -> None:
     model, tokenizer = gemma
     assert model.config.get_text_config().sliding_window == 512
-    long = " ".join(PROMPTS * 2)
+    long = " ".join(PROMPTS * 3)
     prompts = [tokenizer(text).input_ids for text in (long, PROMPTS[5], long[200:], PROMPTS[3])]
     assert len(prompts[0]) > 512 + 64
     together = run_batch(model, prompts, NEW_TOKENS)
