@@ -14,6 +14,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateConfig
+from margingate_hf.config import SCHEDULES
 from margingate_hf.demo.compare import Decoded, decode_all, divergence
 from margingate_hf.demo.run import as_prompts, load
 from margingate_hf.verifier import verifier_for
@@ -26,7 +27,7 @@ PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds", "setup_seconds",
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the pairs and returns the record that is written to disk."""
-    gate = MarginGateConfig(window=options.window, threshold=options.threshold)
+    gate = MarginGateConfig(window=options.window, threshold=options.threshold, schedule=options.schedule)
     model, tokenizer = load(options.model, progress=True)
     texts = as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
     verifier = verifier_for(model, gate)
@@ -43,7 +44,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("a gated text differs from the same prompt alone: the times below would mean nothing")
     return {
         "command": f"python -m evals.overhead --dataset {options.dataset} --limit {options.limit} "
-        f"--batch-size {options.batch_size} --new-tokens {options.new_tokens} --window {options.window}",
+        f"--batch-size {options.batch_size} --new-tokens {options.new_tokens} --window {options.window} "
+        f"--schedule {options.schedule}",
         "machine": describe(),
         "model": options.model or "SmolLM2-135M-Instruct, BF16",
         "verifier": verifier.name,
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--window", type=int, default=MarginGateConfig.window)
     parser.add_argument("--threshold", type=float, default=MarginGateConfig.threshold)
+    parser.add_argument("--schedule", choices=SCHEDULES, default=MarginGateConfig.schedule)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("evals/results"))
     options = parser.parse_args()

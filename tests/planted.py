@@ -72,13 +72,18 @@ def plain_verifier(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disturbed_drafts(model: Any, wrong_at: Any) -> Iterator[None]:
-    """Makes the fast path's best token wrong at every position for which `wrong_at(position)` holds."""
+    """
+    Makes the fast path's best token wrong at every position for which `wrong_at(position)` holds, and checks that some
+    draft was: a schedule that never drafts would make the test an empty one.
+    """
+    disturbed = []
 
     def hook(module: Any, args: Any, output: Any) -> Any:
         geometry = current_geometry()
         if isinstance(geometry, DecodeGeometry):
             for row, position in enumerate(geometry.positions.tolist()):
                 if wrong_at(position):
+                    disturbed.append(position)
                     output.logits[row, -1] = -output.logits[row, -1]
         return output
 
@@ -87,3 +92,4 @@ def disturbed_drafts(model: Any, wrong_at: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+    assert disturbed, "no draft was disturbed: a weak test"

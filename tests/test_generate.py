@@ -251,7 +251,7 @@ def test_streamer_ends_when_a_callback_raises(llama: Any) -> None:
 
 
 def test_statistics_add_up(llama: Any) -> None:
-    out = gated(llama, margin_gate=MarginGateConfig(threshold=2.0, window=4), eos_token_id=None)
+    out = gated(llama, margin_gate=MarginGateConfig(threshold=2.0, window=4, schedule="window"), eos_token_id=None)
     statistics = out.margin_gate
     assert statistics.prefill_tokens == sum(map(len, PROMPTS))
     assert statistics.new_tokens == 36 == sum(row.new_tokens for row in statistics.rows)

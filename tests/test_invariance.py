@@ -41,7 +41,7 @@ def check_batch(name: str, prompts: list[list[int]], config: MarginGateConfig, s
     side=st.sampled_from(["left", "right"]),
     window=st.integers(1, 64),
     threshold=st.one_of(st.just(0.0), st.just(math.inf), st.floats(0, 20)),
-    schedule=st.sampled_from(["margin", "window"]),
+    schedule=st.sampled_from(["cost", "margin", "window"]),
     limit=st.integers(1, 5),
 )
 def test_any_batch_gives_the_canonical_bits(
@@ -57,7 +57,7 @@ def test_any_batch_gives_the_canonical_bits(
 def test_every_architecture(name: str) -> None:
     prompts = random_prompts([33, 1, 12, 70, 5])
     check_batch(name, prompts, MarginGateConfig())
-    check_batch(name, prompts[::-1], MarginGateConfig(window=3), side="right")
+    check_batch(name, prompts[::-1], MarginGateConfig(window=3, schedule="window"), side="right")
     for prompt in prompts:
         assert len(set(canonical_of(name, tuple(prompt)).tokens)) >= 8, "the model repeats itself: a weak test"
 
@@ -88,11 +88,11 @@ def test_these_checks_fail_with_a_plain_fp32_verifier(name: str) -> None:
 def test_a_flip_at_any_position_is_rolled_back(offset: int) -> None:
     prompts = random_prompts([9, 30, 17])
     with disturbed_drafts(model_of("llama"), lambda position: position % 8 == offset):
-        check_batch("llama", prompts, MarginGateConfig(threshold=0))
+        check_batch("llama", prompts, MarginGateConfig(threshold=0, schedule="window"))
 
 
 def test_every_draft_wrong() -> None:
     """The worst fast path costs time, not a bit; every pass still commits a token."""
     prompts = random_prompts([9, 30, 17])
     with disturbed_drafts(model_of("mistral"), lambda position: True):
-        check_batch("mistral", prompts, MarginGateConfig(threshold=0, window=16))
+        check_batch("mistral", prompts, MarginGateConfig(threshold=0, window=16, schedule="window"))

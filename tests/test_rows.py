@@ -38,7 +38,7 @@ def test_commits_a_canonical_prefix(drafts: list[int], data: st.DataObject) -> N
 
 
 def test_schedule() -> None:
-    config = MarginGateConfig(window=4, low_margin_limit=2)
+    config = MarginGateConfig(schedule="margin", window=4, low_margin_limit=2)
     assert not should_verify([Pending(2, 1, False), Pending(0, 0, False)], config)
     assert should_verify([Pending(0, 0, False), Pending(3, 0, False)], config)
     assert should_verify([Pending(1, 0, True)], config)

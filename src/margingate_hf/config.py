@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COVERAGES = ("full", "gated")
-SCHEDULES = ("margin", "window")
+SCHEDULES = ("cost", "margin", "window")
 PRECISIONS = ("float32", "bfloat16")
 MAX_WINDOW = 512
 
@@ -32,9 +32,10 @@ class MarginGateConfig:
             `"gated"`: only low-margin steps are, as in the paper. Not available yet.
         window (`int`, *optional*, defaults to 8):
             Tokens of one row that one verifier pass may cover. `1` decodes by the verifier alone.
-        schedule (`str`, *optional*, defaults to `"margin"`):
+        schedule (`str`, *optional*, defaults to `"cost"`):
             When to run a pass. `"window"`: a row's window is full or a row would end. `"margin"`: also when a row has
-            `low_margin_limit` low-margin steps pending.
+            `low_margin_limit` low-margin steps pending. `"cost"`: also as soon as one more draft would cost more time
+            than it is expected to save, by the margins of the pending drafts and the times measured on this machine.
         low_margin_limit (`int`, *optional*, defaults to 3):
             Pending low-margin steps in one row that start a pass under `schedule="margin"`.
         precision (`str`, *optional*, defaults to `"float32"`):
@@ -56,7 +57,7 @@ class MarginGateConfig:
     threshold: float = 0.5
     coverage: str = "full"
     window: int = 8
-    schedule: str = "margin"
+    schedule: str = "cost"
     low_margin_limit: int = 3
     precision: str = "float32"
     kv_planes: int = 2

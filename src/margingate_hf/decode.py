@@ -107,8 +107,11 @@ class _Loop:
     def draft(self) -> None:
         """Fast steps until the schedule asks for a pass."""
         started = time.perf_counter()
-        while not should_verify([self._pending(row) for row in self.active], self.config):
+        meter = self.verifier.meter
+        while not should_verify([self._pending(row) for row in self.active], self.config, meter.costs()):
+            began = time.perf_counter()
             self._fast_step()
+            meter.steps.add(len(self.active), time.perf_counter() - began)
         self.statistics.decode_seconds += time.perf_counter() - started
 
     def verify(self) -> None:
@@ -120,13 +123,15 @@ class _Loop:
         self._commit(list(logits.split(counts)))
         self.statistics.passes += 1
         self.statistics.verified_tokens += sum(counts)
-        self.statistics.verify_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.verifier.meter.passes.add(sum(counts), seconds)
+        self.statistics.verify_seconds += seconds
 
     def _pending(self, row: Row) -> Pending:
         would_end = len(row.committed) + len(row.drafts) + 1 >= row.limit or (
             bool(row.drafts) and row.drafts[-1] in self.request.eos
         )
-        return Pending(len(row.drafts), row.low, would_end)
+        return Pending(len(row.drafts), row.low, would_end, row.survival, row.expected)
 
     def _fast_step(self) -> None:
         device = self.device
@@ -145,10 +150,7 @@ class _Loop:
         for row, position, token in zip(self.active, positions, tokens, strict=True):
             self.cache.extend(row.slot, position, [token], verified=False)
         for row, token, margin in zip(self.active, *self._best(logits), strict=True):
-            row.drafts.append(token)
-            if not margin >= self.config.threshold:  # NaN is low
-                row.low += 1
-                row.low_margin_steps += 1
+            row.add_draft(token, margin, self.config.threshold)
         self.statistics.fast_steps += 1
         self.statistics.row_steps += len(self.active)
 
@@ -171,7 +173,7 @@ class _Loop:
             decision = compare(row.drafts, canonical)
             row.flips += decision.flipped
             row.wasted += decision.wasted
-            row.drafts, row.low = [], 0
+            row.drop_drafts()
             for index, token in enumerate(decision.committed):
                 self._commit_token(row, token, index, canonical)
                 if row.done:

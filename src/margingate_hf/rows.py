@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from .noise import GumbelNoise
+from .schedule import flip_probability
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Row:
         committed: canonical new tokens.
         margins: canonical margin at each of them, in logits of the processed scores.
         drafts, low: tokens decoded ahead, and how many of them had a low margin.
+        survival, expected: see [`~margingate_hf.schedule.Pending`].
         logits, scores: canonical FP32 `[vocabulary]` a committed token, where the caller wants them.
         done: ended by EOS, limit or a criterion.
     """
@@ -80,6 +82,8 @@ class Row:
     margins: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     low: int = 0
+    survival: float = 1.0
+    expected: float = 1.0
     logits: list[torch.Tensor] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
     low_margin_steps: int = 0
@@ -100,6 +104,19 @@ class Row:
     def pending(self) -> list[int]:
         """Tokens the next pass has to read: the last committed one and the drafts."""
         return [self.committed[-1], *self.drafts]
+
+    def add_draft(self, token: int, margin: float, threshold: float) -> None:
+        """Appends a token of the fast path, `margin` logits ahead of the second best."""
+        self.drafts.append(token)
+        self.survival *= 1.0 - flip_probability(margin)
+        self.expected += self.survival
+        if not margin >= threshold:  # NaN is low
+            self.low += 1
+            self.low_margin_steps += 1
+
+    def drop_drafts(self) -> None:
+        """Forgets what was decoded ahead, once a pass has judged it."""
+        self.drafts, self.low, self.survival, self.expected = [], 0, 1.0, 1.0
 
     def process(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """

@@ -13,6 +13,7 @@ from ..cache import CacheIdentity, MarginGateCache
 from ..geometry import KV_BLOCK, QUERY_TILE, Segment, VerifyGeometry, geometry_scope, verify_geometry
 from ..interfaces import installed
 from ..placement import execution_device
+from ..schedule import CostMeter
 from .mode import VerifierMode
 from .plans import LinearPlan
 from .weights import WeightStore
@@ -39,6 +40,7 @@ class Verifier:
         self.store = WeightStore(model, plan, resident)
         self.mode = VerifierMode(self.store, strict)
         self.passed_over: list[str] = []
+        self.meter = CostMeter()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
