@@ -64,7 +64,8 @@ def as_markdown(record: dict[str, Any]) -> str:
     for part in record["parts"]:
         medians = {name: statistics.median(values) for name, values in part["seconds"].items()}
         best = min(value for name, value in medians.items() if not name.startswith("cost"))
-        lines += [f"Batch {part['batch_size']}, {part['prompts']} prompts; costs in seconds: {part['costs']}.", ""]
+        costs = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in (part["costs"] or {}).items())
+        lines += [f"Batch {part['batch_size']}, {part['prompts']} prompts; costs measured on the way: {costs}.", ""]
         lines += ["| schedule | median seconds | over the best fixed one |", "|---|---|---|"]
         lines += [f"| {name} | {value:.1f} | {value / best:.2f} |" for name, value in medians.items()]
         lines.append("")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from margingate_hf import (
     enable,
     generation,
 )
+from margingate_hf.verifier import verifier_for
 from sameness import assert_same, canonical, padded, run_batch
 from tiny import random_prompts, tiny_config, tiny_model
 
@@ -166,6 +169,27 @@ def test_threads_do_not_see_each_other() -> None:
         for result in results:
             assert torch.equal(result, expected[index]), index
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_and_its_fp32_weights_are_freed() -> None:
+    model = enable(tiny_model("llama"))
+    tokens(model)
+    gone = weakref.ref(model)
+    store = weakref.ref(verifier_for(model, MarginGateConfig()).store)
+    del model
+    gc.collect()
+    assert gone() is None and store() is None
+
+
+def test_a_class_that_derives_from_the_mixin() -> None:
+    class Own(MarginGateGenerationMixin, LlamaForCausalLM):
+        pass
+
+    torch.manual_seed(0)
+    model = Own(tiny_config("llama")).bfloat16().eval()
+    model.generation_config.margin_gate = {"window": 3}
+    out = model.generate(**padded(PROMPTS), max_new_tokens=3, return_dict_in_generate=True)
+    assert out.margin_gate.config["window"] == 3
 
 
 def test_auto_classes_are_untouched() -> None:

@@ -66,6 +66,8 @@ class MarginGateGenerationMixin(GenerationMixin):
     Without `margin_gate`, or with `None`/`False`, every method hands over to transformers' own.
     """
 
+    _margin_gate_enabled = True
+
     def generate(self, *args: Any, margin_gate: Any = ..., **kwargs: Any) -> Any:
         """
         Transformers' `generate`, and one argument more.

@@ -37,7 +37,7 @@ def install_hint() -> None:
         self: Any, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
         wanted = getattr(generation_config, "margin_gate", None) not in (None, False)
-        if wanted and not hasattr(type(self), "_margin_gate_stock_class"):
+        if wanted and not getattr(type(self), "_margin_gate_enabled", False):
             raise _refuse(self)
         check_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 

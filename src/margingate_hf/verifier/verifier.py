@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class Verifier:
     """
 
     def __init__(self, model: Any, plan: LinearPlan, strict: bool = True, resident: bool | None = None):
-        self.model = model
+        # Weak: the registry keeps a verifier as long as its model, and must not be what keeps the model.
+        self._model = weakref.ref(model)
         self.device = execution_device(model)
         self.plan = plan
         self.store = WeightStore(model, plan, resident)
@@ -42,6 +44,19 @@ class Verifier:
         self.passed_over: list[str] = []
         self.meter = CostMeter()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def model(self) -> Any:
+        """
+        The model.
+
+        Raises:
+            `ReferenceError`: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the verifier's model no longer exists.")
+        return model
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,7 +65,7 @@ class WeightStore:
     """
 
     def __init__(self, model: torch.nn.Module, plan: LinearPlan, resident: bool | None = None):
-        self._model = model
+        self._model = weakref.ref(model)
         self.plan = plan
         self._wanted = resident
         self._lock = threading.Lock()
@@ -75,6 +76,19 @@ class WeightStore:
         self.fingerprint = ""
         self.refresh()
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """
+        The model.
+
+        Raises:
+            `ReferenceError`: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the weights' model no longer exists.")
+        return model
+
     def refresh(self) -> set[str]:
         """
         Compares checksums and drops packed copies of what changed.
@@ -84,7 +98,7 @@ class WeightStore:
         """
         sums: dict[str, tuple] = {}
         owners: dict[int, str] = {}
-        for name, tensor in named_weights(self._model):
+        for name, tensor in named_weights(self.model):
             owners[tensor.untyped_storage().data_ptr()] = name
             sums[name] = (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype), *checksum(tensor))
         with self._lock:
@@ -97,9 +111,9 @@ class WeightStore:
                     key: value for key, value in self._packed.items() if key[0] not in storages and key[1] not in stale
                 }
                 self._sums, self._owners = sums, owners
-                self.fingerprint = _digest(sums, _adapters(self._model))
+                self.fingerprint = _digest(sums, _adapters(self.model))
             else:
-                self.fingerprint = _digest(sums, _adapters(self._model))
+                self.fingerprint = _digest(sums, _adapters(self.model))
             self.resident = self._decide()
             if not self.resident:
                 self._packed.clear()
@@ -110,7 +124,7 @@ class WeightStore:
             return self._wanted
         if self._packed:
             return True
-        need = sum(4 * tensor.numel() for _, tensor in named_weights(self._model) if tensor.dim() >= 2)
+        need = sum(4 * tensor.numel() for _, tensor in named_weights(self.model) if tensor.dim() >= 2)
         return need <= RESIDENT_SHARE * psutil.virtual_memory().available
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -133,7 +147,7 @@ class WeightStore:
 
     def linear_shapes(self) -> Iterable[torch.Size]:
         """Distinct shapes of the model's matrices, for the probe."""
-        shapes = {tensor.shape[-2:] for _, tensor in named_weights(self._model) if tensor.dim() >= 2}
+        shapes = {tensor.shape[-2:] for _, tensor in named_weights(self.model) if tensor.dim() >= 2}
         return sorted(shapes, key=tuple)
 
 
