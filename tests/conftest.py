@@ -10,11 +10,17 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
 
 from margingate_hf import enable
 from tiny import tiny_model
+
+# Continuous integration judges a change, not a draw: the same examples every time. Elsewhere they are random.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 

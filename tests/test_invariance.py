@@ -29,7 +29,7 @@ def canonical_of(name: str, prompt: tuple[int, ...], planes: int = 2) -> Run:
     return canonical(model_of(name), list(prompt), NEW_TOKENS, MarginGateConfig(kv_planes=planes))
 
 
-def check_batch(name: str, prompts: list[list[int]], config: MarginGateConfig, side: str = "left") -> None:
+def assert_canonical(name: str, prompts: list[list[int]], config: MarginGateConfig, side: str = "left") -> None:
     for prompt, run in zip(prompts, run_batch(model_of(name), prompts, NEW_TOKENS, config, side), strict=True):
         assert_same(run, canonical_of(name, tuple(prompt), config.kv_planes), f"{name}, {len(prompt)} tokens")
 
@@ -50,21 +50,21 @@ def test_any_batch_gives_the_canonical_bits(
     prompts = random_prompts(lengths, seed=5)
     order.shuffle(prompts)
     config = MarginGateConfig(threshold=threshold, window=window, schedule=schedule, low_margin_limit=limit)
-    check_batch("llama", prompts, config, side)
+    assert_canonical("llama", prompts, config, side)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture(name: str) -> None:
     prompts = random_prompts([33, 1, 12, 70, 5])
-    check_batch(name, prompts, MarginGateConfig())
-    check_batch(name, prompts[::-1], MarginGateConfig(window=3, schedule="window"), side="right")
+    assert_canonical(name, prompts, MarginGateConfig())
+    assert_canonical(name, prompts[::-1], MarginGateConfig(window=3, schedule="window"), side="right")
     for prompt in prompts:
         assert len(set(canonical_of(name, tuple(prompt)).tokens)) >= 8, "the model repeats itself: a weak test"
 
 
 @pytest.mark.parametrize("planes", [1, 2, 3])
 def test_every_cache_format(planes: int) -> None:
-    check_batch("qwen3", random_prompts([40, 7, 19]), MarginGateConfig(kv_planes=planes))
+    assert_canonical("qwen3", random_prompts([40, 7, 19]), MarginGateConfig(kv_planes=planes))
 
 
 def test_texts_that_cross_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +88,11 @@ def test_these_checks_fail_with_a_plain_fp32_verifier(name: str) -> None:
 def test_a_flip_at_any_position_is_rolled_back(offset: int) -> None:
     prompts = random_prompts([9, 30, 17])
     with disturbed_drafts(model_of("llama"), lambda position: position % 8 == offset):
-        check_batch("llama", prompts, MarginGateConfig(threshold=0, schedule="window"))
+        assert_canonical("llama", prompts, MarginGateConfig(threshold=0, schedule="window"))
 
 
 def test_every_draft_wrong() -> None:
     """The worst fast path costs time, not a bit; every pass still commits a token."""
     prompts = random_prompts([9, 30, 17])
     with disturbed_drafts(model_of("mistral"), lambda position: True):
-        check_batch("mistral", prompts, MarginGateConfig(threshold=0, window=16, schedule="window"))
+        assert_canonical("mistral", prompts, MarginGateConfig(threshold=0, window=16, schedule="window"))

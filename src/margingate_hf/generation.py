@@ -125,6 +125,8 @@ class MarginGateGenerationMixin(GenerationMixin):
         call = _call_of(generation_config)
         if call is not None:
             call.max_new_tokens, call.max_length = generation_config.max_new_tokens, generation_config.max_length
+            if call.max_new_tokens is None and call.max_length is None:
+                raise refuse("max_length", None, "a row needs a limit; pass `max_new_tokens`")
             if call.max_new_tokens is None and kwargs["has_default_max_length"]:
                 call.max_new_tokens = generation_config.max_length
             call.min_new_tokens, call.min_length = generation_config.min_new_tokens, generation_config.min_length or 0

@@ -118,10 +118,12 @@ class _Installed:
         self._held: dict[tuple[int, str], tuple[Any, int]] = {}
 
     def original(self, owner: Any, attribute: str) -> Any:
+        """What an attribute held before ours, `None` if ours is not there."""
         entry = self._held.get((id(owner), attribute))
         return entry[0] if entry else None
 
     def add(self, owner: Any, attribute: str, make: Callable[[], Any]) -> None:
+        """Puts `make()` into an attribute, or counts one more user of what is there."""
         key = (id(owner), attribute)
         with self._lock:
             if key in self._held:
@@ -133,6 +135,7 @@ class _Installed:
             setattr(owner, attribute, ours)
 
     def remove(self, owner: Any, attribute: str) -> None:
+        """Takes one user off; the last one puts back what was there."""
         key = (id(owner), attribute)
         with self._lock:
             before, count = self._held[key]

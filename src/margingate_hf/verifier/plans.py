@@ -71,6 +71,7 @@ class PrepackedPlan:
     sizes = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
     def available(self) -> bool:
+        """Whether this torch was built with oneDNN and has its packing operators."""
         ops = getattr(torch.ops, "mkldnn", None)
         return (
             torch.backends.mkldnn.is_available()
@@ -79,12 +80,14 @@ class PrepackedPlan:
         )
 
     def pack(self, weight: torch.Tensor) -> Any:
+        """Column blocks of a float32 weight `[out, in]`, each reordered once."""
         blocks = -(-weight.shape[1] // COLUMN_BLOCK)
         width = -(-weight.shape[1] // blocks)
         reorder = torch.ops.mkldnn._reorder_linear_weight
         return width, [reorder(part.contiguous(), 16) for part in weight.split(width, dim=1)]
 
     def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`, at most 128 rows a product."""
         largest = self.sizes[-1]
         if rows.shape[0] <= largest:
             return self._product(rows, *packed)
@@ -117,12 +120,15 @@ class TilePlan:
         self.sizes = (rows,)
 
     def available(self) -> bool:
+        """Always."""
         return True
 
     def pack(self, weight: torch.Tensor) -> Any:
+        """The float32 weight `[out, in]` itself, contiguous and aligned."""
         return _aligned(weight.contiguous())
 
     def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`, tile by tile."""
         parts = [F.linear(_operand(part, self.rows), packed)[: part.shape[0]] for part in rows.split(self.rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -1,0 +1,44 @@
+"""The wheel, built and installed outside the checkout: what it holds, and that it decodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.long
+
+PROGRAM = """
+import pathlib, sys, torch
+import margingate_hf, margingate_kernels
+from transformers import LlamaConfig
+for package in (margingate_hf, margingate_kernels):
+    assert pathlib.Path(package.__file__).is_relative_to(sys.argv[1]), package.__file__
+config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = margingate_hf.MarginGateModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, margin_gate=True, return_dict_in_generate=True)
+print(out.margin_gate.plan)
+"""
+
+
+def test_the_wheel_installs_and_decodes(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("margingate_hf-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "margingate_hf/py.typed" in names and "margingate_kernels/margin.py" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests/", "evals/", "kernels/"))]
+    target = tmp_path / "installed"
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", target, wheel], check=True, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    run = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+    result = subprocess.run([sys.executable, "-c", PROGRAM, target], **run)
+    assert result.stdout.startswith("cpu/")
+    version = subprocess.run([sys.executable, "-m", "margingate_hf.cli", "--version"], **run).stdout
+    assert version.strip() == "margingate-hf 0.1.0"
