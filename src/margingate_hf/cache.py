@@ -258,11 +258,6 @@ class MarginGateCache(DynamicCache):
                 return index
         return min(len(held), len(tokens))
 
-    def column(self, layer: int, slot: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Committed key and value of one position, float32 `[heads, dim]` each. For tests and audits."""
-        keys, values = self.committed(layer, slot)
-        return keys[:, position], values[:, position]
-
     def committed(self, layer: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All committed keys and values of a row, float32 `[heads, verified, dim]` each. For tests and audits."""
         out = []

@@ -86,7 +86,8 @@ class _Loop:
         self.config = request.config
         self.rows = request.rows
         self.active = list(request.rows)  # active[i].slot == i
-        self.cache = request.cache or verifier.new_cache(len(self.rows), self.config.kv_planes)
+        cache = request.cache
+        self.cache = verifier.new_cache(len(self.rows), self.config.kv_planes) if cache is None else cache
         self.cache.long_rows = [needs_long_table(model, len(row.prompt) + row.limit) for row in self.rows]
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",

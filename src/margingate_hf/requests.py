@@ -13,7 +13,6 @@ from .config import MarginGateConfig
 from .placement import execution_device
 from .rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 
-STATIC_HELP = "leave it out; the gate brings its own cache"
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATEFUL_PROCESSORS = (
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
@@ -161,7 +160,7 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) ->
     if config.use_cache is False:
         raise refuse("use_cache", False, "verification works on the cache; leave it out")
     if config.cache_implementation not in (None, "dynamic"):
-        raise refuse("cache_implementation", config.cache_implementation, STATIC_HELP)
+        raise refuse("cache_implementation", config.cache_implementation, "leave it out; the gate brings its own cache")
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha", "dola_layers"):
         if getattr(config, name, None):
             raise refuse(name, getattr(config, name), "it selects another decoding strategy; leave it out")

@@ -41,8 +41,8 @@ def _wide(value: Any, dtype: torch.dtype) -> Any:
 class PlainMode(TorchFunctionMode):
     """
     Up-casts the operands of products and norms to `dtype` and otherwise leaves torch alone. In float64, only what the
-    model
-    computes from positions and constants (the rotary tables) stays FP32, as it is part of the checkpoint's definition.
+    model computes from positions and constants (the rotary tables) stays FP32, as it is part of the checkpoint's
+    definition.
 
     Args:
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): float32 or float64.

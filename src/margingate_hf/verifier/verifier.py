@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,8 +34,6 @@ class Verifier:
     """
 
     def __init__(self, model: Any, plan: LinearPlan, strict: bool = True, resident: bool | None = None):
-        # Weak: the registry keeps a verifier as long as its model, and must not be what keeps the model.
-        self._model = weakref.ref(model)
         self.device = execution_device(model)
         self.plan = plan
         self.store = WeightStore(model, plan, resident)
@@ -47,16 +44,8 @@ class Verifier:
 
     @property
     def model(self) -> Any:
-        """
-        The model.
-
-        Raises:
-            `ReferenceError`: it is gone.
-        """
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the verifier's model no longer exists.")
-        return model
+        """The model, held weakly by the weight store."""
+        return self.store.model
 
     @property
     def name(self) -> str:

@@ -65,6 +65,7 @@ class WeightStore:
     """
 
     def __init__(self, model: torch.nn.Module, plan: LinearPlan, resident: bool | None = None):
+        # Weak: the registry keeps a verifier as long as its model, and must not be what keeps the model.
         self._model = weakref.ref(model)
         self.plan = plan
         self._wanted = resident
@@ -86,7 +87,7 @@ class WeightStore:
         """
         model = self._model()
         if model is None:
-            raise ReferenceError("the weights' model no longer exists.")
+            raise ReferenceError("the model these weights belong to no longer exists.")
         return model
 
     def refresh(self) -> set[str]:
@@ -111,9 +112,8 @@ class WeightStore:
                     key: value for key, value in self._packed.items() if key[0] not in storages and key[1] not in stale
                 }
                 self._sums, self._owners = sums, owners
-                self.fingerprint = _digest(sums, _adapters(self.model))
-            else:
-                self.fingerprint = _digest(sums, _adapters(self.model))
+            # Also where no tensor changed: the active adapter is not in any of them.
+            self.fingerprint = _digest(sums, _adapters(self.model))
             self.resident = self._decide()
             if not self.resident:
                 self._packed.clear()
