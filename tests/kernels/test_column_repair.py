@@ -8,10 +8,9 @@ from margingate_kernels import repair_columns
 ROWS, HEADS, CAPACITY, DIM = 3, 2, 40, 24
 
 
-def planes() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((ROWS, HEADS, CAPACITY, DIM), 9.0).bfloat16(), torch.full(
-        (ROWS, HEADS, CAPACITY, DIM), 9.0
-    ).bfloat16()
+def planes(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    nines = torch.full((ROWS, HEADS, CAPACITY, DIM), 9.0, dtype=dtype)
+    return nines, nines.clone()
 
 
 def states(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -35,6 +34,33 @@ def test_rounds_to_nearest_even_and_touches_nothing_else(two: bool) -> None:
         expected_low[SLOTS, :, POSITIONS] = (x - x.bfloat16().float()).bfloat16()
     assert torch.equal(high, expected_high)
     assert torch.equal(low.nan_to_num(7), expected_low.nan_to_num(7))  # inf - inf
+
+
+def test_fp16_planes_round_to_nearest_even() -> None:
+    high, low = planes(torch.float16)
+    x = states(4).clamp(-60000, 60000)
+    x[1, 1, :2] = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11])  # ties
+    repair_columns(x, high, low, SLOTS, POSITIONS)
+    expected_high, expected_low = planes(torch.float16)
+    expected_high[SLOTS, :, POSITIONS] = x.half()
+    expected_low[SLOTS, :, POSITIONS] = (x - x.half().float()).half()
+    assert torch.equal(high, expected_high) and torch.equal(low, expected_low)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_three_planes_keep_the_value_itself(dtype: torch.dtype) -> None:
+    high, whole = planes(dtype)[0], planes(torch.float32)[0]
+    x = states(4)
+    repair_columns(x, high, whole, SLOTS, POSITIONS)
+    expected = planes(torch.float32)[0]
+    expected[SLOTS, :, POSITIONS] = x
+    assert torch.equal(whole, expected) and torch.equal(high[SLOTS, :, POSITIONS], x.to(dtype))
+
+
+def test_a_float32_cache_is_one_plane() -> None:
+    whole = planes(torch.float32)[0]
+    repair_columns(states(4), whole, None, SLOTS, POSITIONS)
+    assert torch.equal(whole[SLOTS, :, POSITIONS], states(4))
 
 
 def test_nan_stays_nan() -> None:
@@ -65,7 +91,11 @@ def test_bad_input() -> None:
     high, low = planes()
     with pytest.raises(ValueError, match="`states` must be float32"):
         repair_columns(states(4).bfloat16(), high, low, SLOTS, POSITIONS)
-    with pytest.raises(ValueError, match=r"`low` must be bfloat16 \[rows, 2, capacity, 24\]"):
+    with pytest.raises(ValueError, match=r"`low` must be \[rows, 2, capacity, 24\]"):
         repair_columns(states(4), high, low[:, :1], SLOTS, POSITIONS)
+    with pytest.raises(ValueError, match="`low` must be torch.bfloat16 or torch.float32"):
+        repair_columns(states(4), high, low.half(), SLOTS, POSITIONS)
+    with pytest.raises(ValueError, match="got torch.float64"):
+        repair_columns(states(4), high.double(), None, SLOTS, POSITIONS)
     with pytest.raises(ValueError, match=r"must have shape \[4\], got \(3,\)"):
         repair_columns(states(4), high, low, SLOTS[:3], POSITIONS)

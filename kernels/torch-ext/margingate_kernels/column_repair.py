@@ -6,18 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
+from .pieces import bits_to_float, round_to_bf16
+
 NUM_WARPS = 4
 
 
 @triton.jit
-def _round_to_bf16_bits(x: tl.tensor) -> tl.tensor:
-    """
-    The 16 bits of `x` rounded to nearest, ties to even, in integers: `.to(bfloat16)` truncates in Triton's
-    interpreter, and a column must have the same bits there and on a device. Infinities stay, NaN stays NaN.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x != x, (bits >> 16) | 0x40, rounded)
+def _round(x, DTYPE: tl.constexpr):
+    """`x` rounded to the plane's dtype, nearest even: `(what is stored, its FP32 value)`."""
+    if DTYPE == "bf16":
+        bits = round_to_bf16(x)
+        return bits.to(tl.int16), bits_to_float(bits)
+    elif DTYPE == "fp16":
+        stored = x.to(tl.float16)
+        return stored, stored.to(tl.float32)
+    else:
+        return x, x
 
 
 @triton.jit
@@ -35,11 +39,13 @@ def repair_kernel(
     plane_head_stride,
     plane_position_stride,
     dim,
-    TWO_PLANES: tl.constexpr,
+    PLANES: tl.constexpr,
+    DTYPE: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """
-    One program a (token, head): `high = bf16(x)`, `low = bf16(x - float(high))`, both to nearest even.
+    One program a (token, head): `high = round(x)`; with two planes `low = round(x - float(high))`, with three
+    `low = x` itself, FP32. Rounding is to nearest, ties to even.
 
     Elementwise; nothing is reduced. A slot or position outside the cache is skipped, never written beside it.
     """
@@ -52,12 +58,42 @@ def repair_kernel(
     lanes = tl.arange(0, DIM)
     inside = lanes < dim
     x = tl.load(states_ptr + token * state_token_stride + head * state_head_stride + lanes, mask=inside, other=0.0)
-    high = _round_to_bf16_bits(x)
     target = slot * plane_row_stride + head * plane_head_stride + position * plane_position_stride + lanes
-    tl.store(high_ptr + target, high.to(tl.int16), mask=inside)
-    if TWO_PLANES:
-        rest = x - (high << 16).to(tl.float32, bitcast=True)
-        tl.store(low_ptr + target, _round_to_bf16_bits(rest).to(tl.int16), mask=inside)
+    stored, value = _round(x, DTYPE)
+    tl.store(high_ptr + target, stored, mask=inside)
+    if PLANES == 2:
+        rest, _ = _round(x - value, DTYPE)
+        tl.store(low_ptr + target, rest, mask=inside)
+    if PLANES == 3:
+        tl.store(low_ptr + target, x, mask=inside)
+
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _check(
+    states: torch.Tensor, high: torch.Tensor, low: torch.Tensor | None, slots: torch.Tensor, positions: torch.Tensor
+) -> int:
+    tokens, heads, dim = states.shape
+    if states.dtype != torch.float32 or states.stride(2) != 1:
+        raise ValueError(f"`states` must be float32, contiguous in dim, got {states.dtype}, strides {states.stride()}.")
+    planes = [high] if low is None else [high, low]
+    for name, plane in zip(("high", "low"), planes):  # noqa: B905 (Python 3.9)
+        wanted = (high.dtype,) if plane is high else (high.dtype, torch.float32)
+        if plane.dtype not in _NAMES or plane.dtype not in wanted or plane.dim() != 4:
+            raise ValueError(
+                f"`{name}` must be {' or '.join(map(str, wanted))} [rows, {heads}, capacity, {dim}], "
+                f"got {plane.dtype} {tuple(plane.shape)}."
+            )
+        if plane.shape != (high.shape[0], heads, high.shape[2], dim):
+            raise ValueError(f"`{name}` must be [rows, {heads}, capacity, {dim}], got {tuple(plane.shape)}.")
+        if plane.stride() != high.stride() or plane.stride(3) != 1:
+            raise ValueError(f"`{name}` must be laid out as `high`, contiguous in dim, got strides {plane.stride()}.")
+    if slots.shape != (tokens,) or positions.shape != (tokens,):
+        raise ValueError(f"`slots` and `positions` must have shape [{tokens}], got {tuple(slots.shape)}.")
+    if low is None:
+        return 1
+    return 3 if low.dtype == torch.float32 else 2
 
 
 def repair_columns(
@@ -72,8 +108,10 @@ def repair_columns(
 
     Args:
         states (`torch.Tensor` of shape `[tokens, heads, dim]`, float32): verified keys or values.
-        high (`torch.Tensor` of shape `[rows, heads, capacity, dim]`, bfloat16): the plane the fast path reads.
-        low (`torch.Tensor`, *optional*): as `high`, what rounding left over; `None` keeps one plane.
+        high (`torch.Tensor` of shape `[rows, heads, capacity, dim]`, bfloat16, float16 or float32): the plane the fast
+            path reads.
+        low (`torch.Tensor`, *optional*): laid out as `high`. In the dtype of `high` it takes what rounding left over (two
+            planes); in float32, beside a 16-bit `high`, the value itself (three planes). `None` keeps one plane.
         slots, positions (`torch.Tensor` of shape `[tokens]`, int64): where each token's column lies. A token outside
             the cache is skipped.
 
@@ -81,24 +119,15 @@ def repair_columns(
         `ValueError`: shapes, dtypes or layouts that do not fit.
     """
     tokens, heads, dim = states.shape
-    if states.dtype != torch.float32 or states.stride(2) != 1:
-        raise ValueError(f"`states` must be float32, contiguous in dim, got {states.dtype}, strides {states.stride()}.")
-    planes = [high] if low is None else [high, low]
-    for name, plane in zip(("high", "low"), planes):  # noqa: B905 (Python 3.9)
-        if plane.dtype != torch.bfloat16 or plane.dim() != 4 or plane.shape[1] != heads or plane.shape[3] != dim:
-            raise ValueError(
-                f"`{name}` must be bfloat16 [rows, {heads}, capacity, {dim}], got {plane.dtype} {tuple(plane.shape)}."
-            )
-        if plane.stride() != high.stride() or plane.stride(3) != 1:
-            raise ValueError(f"`{name}` must be laid out as `high`, contiguous in dim, got strides {plane.stride()}.")
-    if slots.shape != (tokens,) or positions.shape != (tokens,):
-        raise ValueError(f"`slots` and `positions` must have shape [{tokens}], got {tuple(slots.shape)}.")
+    count = _check(states, high, low, slots, positions)
     if not tokens:
         return
+    planes = [high, high if low is None else low]
+    # BF16 planes are written as bits: the interpreter's own cast would truncate.
+    stored = [plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane for plane in planes]
     repair_kernel[(tokens, heads)](
         states,
-        high.view(torch.int16),
-        (high if low is None else low).view(torch.int16),
+        *stored,
         slots,
         positions,
         high.shape[0],
@@ -109,7 +138,8 @@ def repair_columns(
         high.stride(1),
         high.stride(2),
         dim,
-        TWO_PLANES=low is not None,
+        PLANES=count,
+        DTYPE=_NAMES[high.dtype],
         DIM=triton.next_power_of_2(dim),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
