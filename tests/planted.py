@@ -19,6 +19,8 @@ class PlainPlan:
     """FP32 `F.linear` as the library does it: right, and not batch-invariant."""
 
     name = "plain"
+    copies_weights = True
+    column_store = "column_store"
     sizes = (1,)
 
     def available(self) -> bool:

@@ -88,10 +88,10 @@ def test_a_pass_repairs_what_a_fast_step_drafted() -> None:
 def test_rollback_is_a_length() -> None:
     cache = MarginGateCache(1, 1, torch.bfloat16)
     write(cache, [Segment(0, 0, [1, 2, 3])])
-    stored = cache.layers[0].exact_keys.clone()
+    stored = cache.layers[0].stores[0].exact.clone()
     cache.rollback(0, 1)
     assert cache.lengths == [1] and cache.verified == [1]
-    assert torch.equal(cache.layers[0].exact_keys, stored)
+    assert torch.equal(cache.layers[0].stores[0].exact, stored)
     with pytest.raises(ValueError, match="`length` must be between 0 and 1, got 2"):
         cache.rollback(0, 2)
 
@@ -105,10 +105,10 @@ def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
         cache.check()
     cache.rollback(0, 1)
     cache.check()
-    cache.layers[0].exact_values[0, 0, 0, 0] = 1 + 2.0**-9 + 2.0**-23
+    cache.layers[0].stores[1].exact[0, 0, 0, 0] = 1 + 2.0**-9 + 2.0**-23
     with pytest.raises(AssertionError, match="format"):
         cache.check()
-    cache.layers[0].exact_values[0, 0, 0, 0] = float("nan")
+    cache.layers[0].stores[1].exact[0, 0, 0, 0] = float("nan")
     with pytest.raises(AssertionError, match="finite"):
         cache.check()
 

@@ -21,6 +21,11 @@ from .geometry import (
 )
 
 
+def describe(device: torch.device) -> str:
+    """The constants of this form that take part in a bit, for the plan's fingerprint."""
+    return f"{device.type}/kv{KV_BLOCK}/q{QUERY_TILE}"
+
+
 def verify_attention(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -1,9 +1,8 @@
 """A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
 
-Each layer keeps two stores, `[rows, heads, capacity, dim]`. The *draft* store holds keys and values in the model's own
-dtype, as the fast path reads them. The *exact* store holds the committed columns in FP32, already summed from their
-planes, so that a pass needs no cast. A verifier pass writes both, which is the column repair; a fast step writes the
-draft store alone.
+Each layer keeps keys and values in a [`ColumnStore`] each: a draft `[rows, heads, capacity, dim]` in the model's own
+dtype, as the fast path reads it, and what the verifier reads beside it, in the format of the device's backend. A
+verifier pass writes both, which is the column repair; a fast step writes the draft alone.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .dispatch import implementation
 from .fixed_plan import fixed_plan
-from .geometry import KV_BLOCK, DecodeGeometry, VerifyGeometry, current_geometry
+from .geometry import KV_BLOCK, VerifyGeometry, current_geometry
 from .planes import round_to_planes
+from .stores import ColumnStore
 
 
 class MarginGateLayer(DynamicLayer):
@@ -32,8 +33,7 @@ class MarginGateLayer(DynamicLayer):
     def __init__(self, cache: MarginGateCache):
         super().__init__()
         self._cache = cache
-        self.exact_keys: torch.Tensor | None = None
-        self.exact_values: torch.Tensor | None = None
+        self.stores: tuple[ColumnStore, ColumnStore] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """
@@ -41,31 +41,25 @@ class MarginGateLayer(DynamicLayer):
         """
         cache = self._cache
         self.device = key_states.device
-        # A buffer made in inference mode could not be written by a later, ordinary call.
-        with torch.inference_mode(False):
-            self.keys, self.exact_keys = self._allocate(key_states, cache)
-            self.values, self.exact_values = self._allocate(value_states, cache)
+        make = implementation(cache.store, self.device)
+        keys, values = (
+            make(
+                cache.rows, states.shape[1], cache.capacity, states.shape[3], cache.dtype, cache.kv_planes, self.device
+            )
+            for states in (key_states, value_states)
+        )
+        self._hold(keys, values)
         self.is_initialized = True
 
-    @staticmethod
-    def _allocate(states: torch.Tensor, cache: MarginGateCache) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (cache.rows, states.shape[1], cache.capacity, states.shape[3])
-        # Zeros, not garbage: a masked column is multiplied by an exact 0, which only a finite number survives.
-        draft = torch.zeros(shape, dtype=cache.dtype, device=states.device)
-        return draft, torch.zeros(shape, dtype=torch.float32, device=states.device)
+    def _hold(self, keys: ColumnStore, values: ColumnStore) -> None:
+        self.stores = keys, values
+        self.keys, self.values = keys.draft, values.draft  # where transformers' own code looks for them
 
     def grow(self) -> None:
         """Extends the stores to the owner's capacity, keeping what they hold."""
-        if not self.is_initialized:
-            return
-        with torch.inference_mode(False):
-            for name in ("keys", "values"):
-                draft, exact = getattr(self, name), getattr(self, f"exact_{name}")
-                new_draft, new_exact = self._allocate(draft[:, :, :1], self._cache)
-                new_draft[:, :, : draft.shape[2]] = draft
-                new_exact[:, :, : exact.shape[2]] = exact
-                setattr(self, name, new_draft)
-                setattr(self, f"exact_{name}", new_exact)
+        if self.stores is not None:
+            keys, values = self.stores
+            self._hold(keys.grown(self._cache.capacity), values.grown(self._cache.capacity))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -78,8 +72,7 @@ class MarginGateLayer(DynamicLayer):
                 `[rows, heads, 1, dim]` in a fast step, the model's dtype).
 
         Returns:
-            What the registered attention reads, `[rows, heads, length, dim]`: the exact stores, whole blocks, in a
-            verifier pass, the draft stores in a fast step. Views, no copies.
+            What the registered attention reads, see [`ColumnStore`]. Views, no copies.
 
         Raises:
             `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
@@ -93,39 +86,17 @@ class MarginGateLayer(DynamicLayer):
         with fixed_plan():
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
+            assert self.stores is not None
+            keys, values = self.stores
             if isinstance(geometry, VerifyGeometry):
-                keys = self._repair(self.keys, self.exact_keys, key_states, geometry)
-                values = self._repair(self.values, self.exact_values, value_states, geometry)
-            else:
-                keys = self._draft(self.keys, key_states, geometry)
-                values = self._draft(self.values, value_states, geometry)
-            return keys, values
-
-    def _repair(
-        self, draft: torch.Tensor, exact: torch.Tensor | None, states: torch.Tensor, geometry: VerifyGeometry
-    ) -> torch.Tensor:
-        assert exact is not None
-        columns = round_to_planes(states[0].transpose(0, 1), self._cache.dtype, self._cache.kv_planes)
-        slots, positions = geometry.slots, geometry.positions
-        exact[slots, :, positions] = columns
-        draft[slots, :, positions] = columns.to(draft.dtype)
-        return exact[: geometry.n_rows, :, : geometry.n_blocks * KV_BLOCK]
-
-    @staticmethod
-    def _draft(draft: torch.Tensor, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
-        rows = torch.arange(geometry.n_rows, device=draft.device)
-        draft[rows, :, geometry.positions] = states[:, :, 0]
-        return draft[: geometry.n_rows, :, : geometry.length]
+                flat = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+                return keys.repair(flat[0], geometry), values.repair(flat[1], geometry)
+            return keys.write_draft(key_states[:, :, 0], geometry), values.write_draft(value_states[:, :, 0], geometry)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchanges two rows in place."""
-        if not self.is_initialized:
-            return
-        for store in (self.keys, self.values, self.exact_keys, self.exact_values):
-            assert store is not None
-            kept = store[a].clone()
-            store[a] = store[b]
-            store[b] = kept
+        for store in self.stores or ():
+            store.swap_rows(a, b)
 
     def get_seq_length(self) -> int:
         """Columns of the longest row."""
@@ -169,6 +140,7 @@ class MarginGateCache(DynamicCache):
         rows (`int`): rows to hold.
         dtype (`torch.dtype`): the model's dtype, that of the draft store.
         kv_planes (`int`, *optional*, defaults to 2): format of committed columns, see [`MarginGateConfig`].
+        store (`str`, *optional*, defaults to `"column_store"`): which [`ColumnStore`], an operation of `TABLE`.
 
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
@@ -177,13 +149,14 @@ class MarginGateCache(DynamicCache):
         identity ([`CacheIdentity`]): what the columns were computed with.
     """
 
-    def __init__(self, n_layers: int, rows: int, dtype: torch.dtype, kv_planes: int = 2):
+    def __init__(self, n_layers: int, rows: int, dtype: torch.dtype, kv_planes: int = 2, store: str = "column_store"):
         super().__init__()
         if rows < 1:
             raise ValueError(f"`rows` must be at least 1, got {rows}.")
         self.rows = rows
         self.dtype = dtype
         self.kv_planes = kv_planes
+        self.store = store
         self.capacity = 0
         self.identity: CacheIdentity | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -260,11 +233,9 @@ class MarginGateCache(DynamicCache):
 
     def committed(self, layer: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All committed keys and values of a row, float32 `[heads, verified, dim]` each. For tests and audits."""
-        out = []
-        for store in (self.layers[layer].exact_keys, self.layers[layer].exact_values):
-            assert store is not None
-            out.append(store[slot, :, : self.verified[slot]])
-        return out[0], out[1]
+        stores = self.layers[layer].stores
+        assert stores is not None, "nothing was written yet"
+        return stores[0].committed(slot, self.verified[slot]), stores[1].committed(slot, self.verified[slot])
 
     def check(self) -> None:
         """
@@ -280,12 +251,12 @@ class MarginGateCache(DynamicCache):
             for index, layer in enumerate(self.layers):
                 if not layer.is_initialized:
                     continue
-                for draft, exact in zip((layer.keys, layer.values), self.committed(index, slot), strict=True):
+                for store, exact in zip(layer.stores or (), self.committed(index, slot), strict=True):
                     where = f"layer {index}, row {slot}"
                     assert torch.isfinite(exact).all(), f"{where}: a committed column is not finite"
                     again = round_to_planes(exact, self.dtype, self.kv_planes)
                     assert torch.equal(again, exact), f"{where}: a committed column is not in its planes' format"
-                    assert torch.equal(draft[slot, :, :verified], exact.to(draft.dtype)), (
+                    assert store.repaired(slot, verified), (
                         f"{where}: the fast path reads a column that was not repaired"
                     )
 

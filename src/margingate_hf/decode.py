@@ -18,7 +18,7 @@ from transformers import StoppingCriteriaList
 
 from .cache import MarginGateCache
 from .config import MarginGateConfig
-from .gate import top2_margin
+from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .interfaces import installed
 from .outputs import MarginGateStatistics, RowStatistics
@@ -164,7 +164,7 @@ class _Loop:
                     for row, ids, piece in zip(self.active, texts, logits, strict=True)
                 ]
             )
-        tokens, margins = top2_margin(logits)
+        tokens, margins = implementation("top2_margin", logits.device)(logits)
         return tokens.tolist(), margins.tolist()
 
     def _commit(self, logits: list[torch.Tensor]) -> None:
@@ -246,14 +246,14 @@ class _Canonical:
         self._drafts = list(row.drafts)
         self._tokens: list[int] = []
         if row.is_plain:
-            tokens, margins = top2_margin(logits)
+            tokens, margins = implementation("top2_margin", logits.device)(logits)
             self._tokens, self.margins = tokens.tolist(), margins.tolist()
 
     def __call__(self, index: int) -> int:
         if index == len(self._tokens):
             ids = [*self._text, *self._drafts[:index]]
             scores = self.row.process(ids, self.logits[index])
-            token, margin = top2_margin(self.row.perturb(scores, len(ids)))
+            token, margin = implementation("top2_margin", scores.device)(self.row.perturb(scores, len(ids)))
             self._tokens.append(int(token))
             self.margins.append(float(margin))
             self._scores.append(scores)

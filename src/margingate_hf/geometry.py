@@ -8,6 +8,7 @@ stays unmodified and a stock call in another thread sees nothing of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,24 +74,53 @@ class VerifyGeometry:
 
     Attributes:
         slots, positions: int64 `[n_tokens]`, cache row and position of each token.
-        rounds: query tiles.
-        n_rows, n_blocks: leading cache rows, and KV blocks of them, that the pass reads.
+        spans: `(slot, first flat index, first position, tokens)` of each segment.
+        n_rows: leading cache rows that the pass reads; `length`: one past the furthest position.
         long: bool `[n_tokens]`, tokens of rows that use the long rotary table; `None` if there are none.
         calls: attention calls by layer index; the self-test reads it.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
-    rounds: tuple[Round, ...]
+    spans: tuple[tuple[int, int, int, int], ...]
     n_rows: int
-    n_blocks: int
+    length: int
     long: torch.Tensor | None = None
     calls: dict[int, int] = field(default_factory=dict)
+    _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
         """Tokens of the pass."""
         return self.slots.shape[0]
+
+    @property
+    def n_blocks(self) -> int:
+        """KV blocks that the pass reads."""
+        return -(-self.length // KV_BLOCK)
+
+    @functools.cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """Query tiles for the torch form, one of each segment at a time."""
+        tiles: list[list[tuple[int, int, int, int]]] = []
+        for slot, base, start, tokens in self.spans:
+            for rank, offset in enumerate(range(0, tokens, QUERY_TILE)):
+                if rank == len(tiles):
+                    tiles.append([])
+                tiles[rank].append((slot, base + offset, start + offset, min(QUERY_TILE, tokens - offset)))
+        return tuple(_round(sorted(members), self.n_tokens, self.slots.device) for members in tiles)
+
+    def tiles(self, size: int) -> torch.Tensor:
+        """First flat index and count of up to `size` consecutive tokens of a row, int32 `[n, 2]`, built once a size."""
+        found = self._tiles.get(size)
+        if found is None:
+            cut = [
+                (base + offset, min(size, tokens - offset))
+                for _, base, _, tokens in self.spans
+                for offset in range(0, tokens, size)
+            ]
+            found = self._tiles[size] = torch.tensor(cut, dtype=torch.int32, device=self.slots.device)
+        return found
 
 
 @dataclass
@@ -115,6 +145,16 @@ class DecodeGeometry:
         """Rows of the step."""
         return self.positions.shape[0]
 
+    @functools.cached_property
+    def slots(self) -> torch.Tensor:
+        """Cache row of each token, int64 `[n_rows]`."""
+        return torch.arange(self.n_rows, device=self.positions.device)
+
+    @functools.cached_property
+    def tiles(self) -> torch.Tensor:
+        """One tile a row, int32 `[n_rows, 2]`, as [`VerifyGeometry.tiles`]."""
+        return torch.stack([self.slots, torch.ones_like(self.slots)], dim=1).int()
+
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask `[n_rows, 1, 1, length]` in `dtype`, 0 where a key is visible, built once a window size."""
         key = (sliding_window, dtype)
@@ -135,26 +175,20 @@ Geometry = VerifyGeometry | DecodeGeometry
 
 
 def verify_geometry(segments: Sequence[Segment], device: torch.device) -> VerifyGeometry:
-    """Lays the segments out one after the other and cuts them into query tiles."""
+    """Lays the segments out one after the other."""
     slots: list[int] = []
     positions: list[int] = []
-    tiles: list[list[tuple[int, int, int, int]]] = []  # by round: (slot, first flat index, first position, count)
+    spans: list[tuple[int, int, int, int]] = []
     for segment in segments:
-        base = len(slots)
+        spans.append((segment.slot, len(slots), segment.start, len(segment.tokens)))
         slots.extend([segment.slot] * len(segment.tokens))
         positions.extend(range(segment.start, segment.stop))
-        for rank, offset in enumerate(range(0, len(segment.tokens), QUERY_TILE)):
-            if rank == len(tiles):
-                tiles.append([])
-            count = min(QUERY_TILE, len(segment.tokens) - offset)
-            tiles[rank].append((segment.slot, base + offset, segment.start + offset, count))
-    rounds = tuple(_round(sorted(members), len(slots), device) for members in tiles)
     return VerifyGeometry(
         slots=torch.tensor(slots, device=device),
         positions=torch.tensor(positions, device=device),
-        rounds=rounds,
+        spans=tuple(spans),
         n_rows=max(slots) + 1,
-        n_blocks=max(members.n_blocks for members in rounds),
+        length=max(positions) + 1,
     )
 
 

@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import attention
+from .dispatch import implementation
 from .fixed_plan import fixed_plan
 from .geometry import VerifyGeometry, current_geometry
 from .rope import PinnedRotary, rotary_modules
@@ -64,9 +64,10 @@ def margingate_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with fixed_plan():
         if isinstance(geometry, VerifyGeometry):
-            out = attention.verify_attention(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
+            attend = implementation("verify_attention", query.device)
         else:
-            out = attention.decode_attention(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
+            attend = implementation("decode_attention", query.device)
+        out = attend(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
         return out.contiguous(), None
 
 

@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 
 from .cache import MarginGateCache
 from .config import MarginGateConfig
-from .placement import execution_device
+from .dispatch import BACKENDS, missing
+from .placement import execution_device, named_weights
 from .rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,11 +46,22 @@ def check_model(model: Any) -> None:
     if model.dtype not in KNOWN_DTYPES:
         raise refuse("model.dtype", model.dtype, "load the model in BF16, FP16 or FP32")
     device = execution_device(model)
-    if device.type != "cpu":
+    if device.type not in BACKENDS:
         raise refuse(
             "model.device",
             str(device),
-            "the verifier's CUDA plan is not built yet; move the model to CPU",
+            f"no verifier is built for it; move the model to {' or '.join(BACKENDS)}",
+            NotImplementedError,
+        )
+    lacking = missing(device)
+    if lacking:
+        raise refuse("model.device", str(device), lacking, NotImplementedError)
+    spread = {str(tensor.device) for _, tensor in named_weights(model) if tensor.device.type == "cuda"}
+    if len(spread) > 1:
+        raise refuse(
+            "model.hf_device_map",
+            sorted(spread),
+            "the verifier works on one GPU; load the model on one",
             NotImplementedError,
         )
     text_config = model.config.get_text_config(decoder=True)

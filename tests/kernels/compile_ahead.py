@@ -24,6 +24,7 @@ from margingate_kernels import attention, column_repair, launch_table, margin, m
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _top2(dtype: str) -> dict:
@@ -57,7 +58,9 @@ def _linear(arch: int, dtype: str, pieces: int, fused: bool) -> dict:
     launch = launch_table.LAUNCH[arch].linear
     weight = {"bf16": 1, "fp16": 2, "fp32": 3}[dtype]
     names = matmul.linear_kernel.arg_names
-    signature = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names if not name.isupper() or name in "MNK"}
+    signature = {
+        name: "*fp32" if name.endswith("_ptr") else "i32" for name in names if not name.isupper() or name in "MNK"
+    }
     signature |= {"w_ptr": TYPES[dtype], "bias_ptr": TYPES[dtype], "locks_ptr": "*i32"}
     return dict(
         function=matmul.linear_kernel,
@@ -79,11 +82,21 @@ def _linear(arch: int, dtype: str, pieces: int, fused: bool) -> dict:
 
 
 def _attend(arch: int, dtype: str, planes: int, dim: int, pieces: int, softcap: bool = False) -> dict:
-    launch = launch_table.attention_launch(launch_table.LAUNCH[arch], dim, getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]))
+    launch = launch_table.attention_launch(
+        launch_table.LAUNCH[arch],
+        dim,
+        DTYPES[dtype],
+    )
     names = attention.attend_kernel.arg_names
     signature = {name: "i32" for name in names if not name.isupper()}
     signature |= {name: "*fp32" for name in names if name.endswith("_ptr")}
-    signature |= {"scaling": "fp32", "softcap": "fp32", "tiles_ptr": "*i32", "slots_ptr": "*i64", "positions_ptr": "*i64"}
+    signature |= {
+        "scaling": "fp32",
+        "softcap": "fp32",
+        "tiles_ptr": "*i32",
+        "slots_ptr": "*i64",
+        "positions_ptr": "*i64",
+    }
     signature |= {"k_ptr": TYPES[dtype], "v_ptr": TYPES[dtype], "q_ptr": "*fp32" if pieces == 3 else TYPES[dtype]}
     padded = launch_table.padded_dim(dim)
     constants = {"GROUP": 4, "GROUP_TILE": 4, "DIM": dim, "VALUE_DIM": dim, "D": padded, "DV": padded}
@@ -149,7 +162,9 @@ def configurations(arch: int) -> dict[str, dict]:
         "attention/combine": _combine(False),
         "attention/combine+sinks": _combine(True),
     }
-    found |= {f"rows/{name.lower()}": _rows(name) for name in ("SUM", "RMS_NORM", "LAYER_NORM", "SOFTMAX", "LOG_SOFTMAX")}
+    found |= {
+        f"rows/{name.lower()}": _rows(name) for name in ("SUM", "RMS_NORM", "LAYER_NORM", "SOFTMAX", "LOG_SOFTMAX")
+    }
     found |= {f"top2/{dtype}": _top2(dtype) for dtype in TYPES}
     found |= {f"repair/bf16 x{planes}": _repair("bf16", planes) for planes in (1, 2, 3)}
     found["repair/fp16 x2"] = _repair("fp16", 2)
@@ -159,7 +174,7 @@ def configurations(arch: int) -> dict[str, dict]:
 def compile_one(
     arch: int, function, signature: dict, constants: dict, warps: int, stages: int = 3, multiples: tuple = ()
 ) -> dict:
-    """Registers, spilled bytes, shared memory, tensor-core products and wide loads of one kernel on one architecture."""
+    """Registers, spills, shared memory, tensor-core products and wide loads of one kernel on one architecture."""
     names = function.arg_names
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
     attributes = {

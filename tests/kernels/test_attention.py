@@ -121,7 +121,9 @@ def test_bits_depend_on_the_query_and_what_it_sees_alone(name: str) -> None:
         cuts = [(0, 1), (1, 2), (3, 5), (8, 1)] if asked == 9 else [(0, 1), (1, 1)]
         parts = [case.run([(row, length - asked + at, count)]) for at, count in cuts]
         assert torch.equal(torch.cat(parts), mine), "cut into windows"
-    assert torch.equal(case.run(case.ends()[::-1], capacity=704), torch.cat(list(whole.split(asked))[::-1])), "order, room"
+    assert torch.equal(case.run(case.ends()[::-1], capacity=704), torch.cat(list(whole.split(asked))[::-1])), (
+        "order, room"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""linear in Triton's interpreter: bits across row counts, order and neighbours; closeness to float64; planted faults."""
+"""linear in Triton's interpreter: bits across row counts, order, neighbours; closeness to float64; planted faults."""
 
 import math
 

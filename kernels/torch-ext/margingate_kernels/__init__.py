@@ -4,8 +4,8 @@ from . import layers
 from .attention import group_tile, ragged_attention
 from .column_repair import repair_columns
 from .launch_table import LAUNCH, VERSION, describe, interpreted
-from .matmul import linear, split_plan
 from .margin import Top2, top2
+from .matmul import linear, split_plan
 from .rows import layer_norm, log_softmax, rms_norm, row_sum, softmax
 
 __all__ = [

@@ -120,8 +120,8 @@ def attend_kernel(
 
     Invariance: a query tile always has 16 rows (positions x heads of a group), a block and a split always begin at a
     multiple of their size, and each query masks by its own position. A block in which a query sees nothing leaves its
-    sums as they are (`alpha = 1`, weights 0), so it does not matter which other queries made the program read it; blocks
-    that no query of the tile sees are not read at all, since they may hold anything, NaN included.
+    sums as they are (`alpha = 1`, weights 0), so it does not matter which other queries made the program read it;
+    blocks that no query of the tile sees are not read at all, since they may hold anything, NaN included.
     """
     tile = tl.program_id(0)
     head_part = tl.program_id(1)
@@ -306,8 +306,8 @@ def ragged_attention(
         precision (`str`, *optional*, defaults to `"float32"`): `"bfloat16"` rounds queries and weights to BF16.
 
     Returns:
-        `torch.Tensor` of shape `[tokens, heads, value_dim]`, float32. A token's bits depend on its query and the keys and
-        values it sees, not on the window, the company, the tile it is in or the capacity.
+        `torch.Tensor` of shape `[tokens, heads, value_dim]`, float32. A token's bits depend on its query and the keys
+        and values it sees, not on the window, the company, the tile it is in or the capacity.
 
     Raises:
         `ValueError`: shapes, dtypes or layouts that do not fit.

@@ -110,8 +110,8 @@ def repair_columns(
         states (`torch.Tensor` of shape `[tokens, heads, dim]`, float32): verified keys or values.
         high (`torch.Tensor` of shape `[rows, heads, capacity, dim]`, bfloat16, float16 or float32): the plane the fast
             path reads.
-        low (`torch.Tensor`, *optional*): laid out as `high`. In the dtype of `high` it takes what rounding left over (two
-            planes); in float32, beside a 16-bit `high`, the value itself (three planes). `None` keeps one plane.
+        low (`torch.Tensor`, *optional*): laid out as `high`. In the dtype of `high` it takes what rounding left over
+            (two planes); in float32, beside a 16-bit `high`, the value itself (three planes). `None` keeps one plane.
         slots, positions (`torch.Tensor` of shape `[tokens]`, int64): where each token's column lies. A token outside
             the cache is skipped.
 

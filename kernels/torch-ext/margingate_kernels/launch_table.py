@@ -60,8 +60,8 @@ class RowLaunch(NamedTuple):
 
 class Launch(NamedTuple):
     """
-    One architecture's row. `attention` is keyed by the head dimension, rounded up to a power of two, and by whether keys
-    and values are cut into pieces in registers (FP16 and FP32) or are pieces as stored (BF16).
+    One architecture's row. `attention` is keyed by the head dimension, rounded up to a power of two, and by whether
+    keys and values are cut into pieces in registers (FP16 and FP32) or are pieces as stored (BF16).
     """
 
     linear: LinearLaunch

@@ -76,10 +76,10 @@ def linear_kernel(
     ascending `k` by ordinary FP32 additions; then the `splits` partial sums in ascending order; then bias, then
     residual.
 
-    Invariance: `BLOCK_K`, `blocks` (of one split) and `splits` follow the weight's shape. The weight is the tensor core's row operand
-    and the tokens its column operand, always `TILE` wide, so one instruction shape serves every `M`, and a column of
-    such a product does not depend on the other columns. The program that arrives last at an output tile adds the
-    partial sums; whichever that is, the order is the same.
+    Invariance: `BLOCK_K`, `blocks` (of one split) and `splits` follow the weight's shape. The weight is the tensor
+    core's row operand and the tokens its column operand, always `TILE` wide, so one instruction shape serves every
+    `M`, and a column of such a product does not depend on the other columns. The program that arrives last at an
+    output tile adds the partial sums; whichever that is, the order is the same.
 
     `partials`: FP32 `[splits, M, N]`, unused with one split. `locks`: int32, zero on entry and on exit.
     """
@@ -97,9 +97,7 @@ def linear_kernel(
         # A multiple of BLOCK_K whatever `blocks` is: the compiler needs to see that to copy 16 bytes at a time.
         rk = (split * blocks + block) * BLOCK_K + lanes
         mk = rk < K
-        w = tl.load(
-            w_rows + rk[None, :], mask=mn[:, None] & mk[None, :], other=0.0, eviction_policy="evict_first"
-        )
+        w = tl.load(w_rows + rk[None, :], mask=mn[:, None] & mk[None, :], other=0.0, eviction_policy="evict_first")
         grown = ()
         for tile in tl.static_range(TILES):
             rm = (pm * TILES + tile) * TILE + columns
@@ -109,7 +107,7 @@ def linear_kernel(
                 other=0.0,
                 eviction_policy="evict_last",
             )
-            grown = grown + (sums[tile] + _product(w, x, zero, W_PIECES, X_PIECES, TENSOR_CORES),)
+            grown = grown + (sums[tile] + _product(w, x, zero, W_PIECES, X_PIECES, TENSOR_CORES),)  # type: ignore[assignment]
         sums = grown
     if splits == 1:
         for tile in tl.static_range(TILES):
@@ -164,7 +162,7 @@ class _Locks:
     def get(self, device: torch.device, count: int) -> torch.Tensor:
         """At least `count` int32 zeros."""
         if device.type == "cuda":
-            key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+            key: tuple = (device.index, torch.cuda.current_stream(device).cuda_stream)
         else:
             key = (device.type, threading.get_ident())
         with self._guard:
@@ -177,9 +175,7 @@ class _Locks:
 _locks = _Locks()
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
     if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"`x` must be contiguous float32 [rows, in], got {x.dtype} {tuple(x.shape)}.")
     if weight.dtype not in WEIGHT_PIECES or weight.dim() != 2 or not weight.is_contiguous():

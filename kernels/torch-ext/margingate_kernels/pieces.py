@@ -5,8 +5,9 @@ the number exactly, so `x * w` is a sum of products of pieces, each exact in FP3
 so a chain of additions inside one accumulator drifts; callers start a fresh accumulator for every 32 to 128 terms and
 add the results with ordinary, correctly rounded additions.
 
-Triton's interpreter multiplies the raw bits of BF16 operands, and its FP32 products come from a BLAS that may give a row
-other bits by its place in the tile. With `TENSOR_CORES=False` the same values are multiplied and summed term by term.
+Triton's interpreter multiplies the raw bits of BF16 operands, and its FP32 products come from a BLAS that may give a
+row other bits by its place in the tile. With `TENSOR_CORES=False` the same values are multiplied and summed term by
+term.
 """
 
 from __future__ import annotations

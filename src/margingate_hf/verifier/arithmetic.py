@@ -98,7 +98,7 @@ ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def probe_elementwise() -> str | None:
+def probe_elementwise(device: torch.device | None = None) -> str | None:
     """
     Checks that the functions in `ELEMENTWISE` give an element the same bits wherever it stands in a buffer.
 
@@ -106,7 +106,9 @@ def probe_elementwise() -> str | None:
         `None` if so, otherwise one sentence that names the function.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(70_001, generator=generator) * 20 + 1e-3  # longer than the grain at which torch uses threads
+    x = (torch.rand(70_001, generator=generator) * 20 + 1e-3).to(
+        device
+    )  # longer than the grain at which torch uses threads
     for function in ELEMENTWISE:
         whole = function(x)
         for start, stop in ((0, 1), (1, 2), (3, 10), (5, 22), (7, 70), (1, 257), (13, 1_029), (0, 33_000)):
@@ -115,16 +117,25 @@ def probe_elementwise() -> str | None:
     return None
 
 
-def probe_reductions(widths: tuple[int, ...] = (128, 576, 50_001)) -> str | None:
+def probe_reductions(
+    row_sum: Callable[[torch.Tensor], torch.Tensor] = row_sum,
+    device: torch.device | None = None,
+    widths: tuple[int, ...] = (128, 576, 50_001),
+) -> str | None:
     """
-    Checks that `row_sum` gives a row the same bits alone and among others.
+    Checks that a sum over the last dimension gives a row the same bits alone and among others.
+
+    Args:
+        row_sum (`Callable`, *optional*): the form to check, float32 `[rows, n]` to `[rows, 1]`.
+        device (`torch.device`, *optional*): where.
+        widths (`tuple[int, ...]`, *optional*): values of `n`.
 
     Returns:
         `None` if so, otherwise one sentence that names the width.
     """
     generator = torch.Generator().manual_seed(0)
     for width in widths:
-        x = torch.randn(9, width, generator=generator)
+        x = torch.randn(9, width, generator=generator).to(device)
         whole = row_sum(x)
         for count in (1, 2, 3, 8):
             if not torch.equal(row_sum(x[:count]), whole[:count]):

@@ -9,6 +9,7 @@ raises.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from ..dispatch import implementation
 from ..fixed_plan import fixed_plan
 from . import arithmetic
 from .weights import WeightStore
@@ -124,25 +126,35 @@ def _last_dim(mode: VerifierMode, func: Callable, x: torch.Tensor, dim: Any) -> 
     return x.is_floating_point()
 
 
+def _form(operation: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Runs an operation of the dispatch table on float32 `x`."""
+    out: torch.Tensor = implementation(operation, x.device)(x.float(), *args)
+    return out
+
+
+def _mean(x: torch.Tensor) -> torch.Tensor:
+    return _form("row_sum", x) / x.shape[-1]
+
+
 def _reduction(row_form: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
     def handler(
         mode: VerifierMode, func: Callable, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     ) -> torch.Tensor:
         if not _last_dim(mode, func, input, dim):
             return func(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), dtype=dtype)
-        out = row_form(input.float())
+        out = row_form(input)
         return out if keepdim else out.squeeze(-1)
 
     return handler
 
 
-def _softmax(form: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+def _softmax(operation: str) -> Callable:
     def handler(
         mode: VerifierMode, func: Callable, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
     ) -> torch.Tensor:
         if not _last_dim(mode, func, input, dim):
             return func(input, dim=dim, dtype=dtype)
-        return form(input.float())
+        return _form(operation, input)
 
     return handler
 
@@ -159,7 +171,7 @@ def _layer_norm(
 ) -> torch.Tensor:
     if len(normalized_shape) != 1:
         mode._refuse(func, f"over {len(normalized_shape)} dimensions has no fixed plan")
-    return arithmetic.layer_norm(input.float(), weight, bias, eps)
+    return _form("layer_norm", input, weight, bias, eps)
 
 
 def _rms_norm(
@@ -167,7 +179,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     if len(normalized_shape) != 1:
         mode._refuse(func, f"over {len(normalized_shape)} dimensions has no fixed plan")
-    return arithmetic.rms_norm(input.float(), weight, torch.finfo(input.dtype).eps if eps is None else eps)
+    return _form("rms_norm", input, weight, torch.finfo(input.dtype).eps if eps is None else eps)
 
 
 def _pow(mode: VerifierMode, func: Callable, input: Any, exponent: Any) -> torch.Tensor:
@@ -215,10 +227,10 @@ def _table() -> dict[Callable, Callable]:
         "bmm": _matmul,
         "addmm": _addmm,
         "embedding": _embedding,
-        "sum": _reduction(arithmetic.row_sum),
-        "mean": _reduction(arithmetic.row_mean),
-        "softmax": _softmax(arithmetic.softmax),
-        "log_softmax": _softmax(arithmetic.log_softmax),
+        "sum": _reduction(functools.partial(_form, "row_sum")),
+        "mean": _reduction(_mean),
+        "softmax": _softmax("softmax"),
+        "log_softmax": _softmax("log_softmax"),
         "layer_norm": _layer_norm,
         "rms_norm": _rms_norm,
         "pow": _pow,

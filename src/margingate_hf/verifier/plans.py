@@ -22,10 +22,19 @@ class LinearPlan(Protocol):
     Attributes:
         name: part of the fingerprint.
         sizes: every row count of a matrix product that `linear` may issue.
+        copies_weights: whether `pack` wants float32 and makes something new of it; otherwise it takes the weight's own
+            dtype and keeps no copy.
+        column_store: the K/V format it goes with, an operation of `dispatch.TABLE`.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def copies_weights(self) -> bool: ...
+
+    @property
+    def column_store(self) -> str: ...
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
@@ -34,7 +43,7 @@ class LinearPlan(Protocol):
         """Whether this build of torch has what the plan needs."""
 
     def pack(self, weight: torch.Tensor) -> Any:
-        """Prepares a float32 weight `[out, in]` for `linear`."""
+        """Prepares a weight `[out, in]` for `linear`; float32 if the plan copies weights."""
 
     def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
         """`rows @ weight.T`: float32 `[n, in]` to float32 `[n, out]`, any `n >= 1`."""
@@ -69,9 +78,11 @@ class PrepackedPlan:
 
     name = f"onednn-prepacked-k{COLUMN_BLOCK}"
     sizes = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    copies_weights = True
+    column_store = "column_store"
 
     def available(self) -> bool:
-        """Whether this torch was built with oneDNN and has its packing operators."""
+        """Whether this torch was built with oneDNN and has its packing operators. For CPU tensors only."""
         ops = getattr(torch.ops, "mkldnn", None)
         return (
             torch.backends.mkldnn.is_available()
@@ -114,6 +125,9 @@ class TilePlan:
         rows (`int`): rows of a tile.
     """
 
+    copies_weights = True
+    column_store = "column_store"
+
     def __init__(self, rows: int):
         self.rows = rows
         self.name = f"tile-{rows}"
@@ -137,13 +151,18 @@ class TilePlan:
 CPU_PLANS: tuple[LinearPlan, ...] = (PrepackedPlan(), TilePlan(16), TilePlan(1))
 
 
+def cpu_plans() -> tuple[LinearPlan, ...]:
+    """Plans of the torch backend, fastest first."""
+    return CPU_PLANS
+
+
 def probe_linear(plan: LinearPlan, weight: torch.Tensor) -> str | None:
     """
     Compares bits of the same row in every product the plan can issue, at both ends of it, among other neighbours.
 
     Args:
         plan ([`LinearPlan`]): the plan.
-        weight (`torch.Tensor` of shape `[out, in]`, float32): a weight; only its shape matters.
+        weight (`torch.Tensor` of shape `[out, in]`): a weight of a dtype the plan takes; only its shape matters.
 
     Returns:
         `None` if all bits agree, otherwise one sentence that says where they do not.
@@ -151,7 +170,7 @@ def probe_linear(plan: LinearPlan, weight: torch.Tensor) -> str | None:
     packed = plan.pack(weight)
     generator = torch.Generator().manual_seed(0)
     largest = max(plan.sizes)
-    rows = torch.randn(largest, weight.shape[1], generator=generator)
+    rows = torch.randn(largest, weight.shape[1], generator=generator).to(weight.device)
     whole = plan.linear(rows, packed)
     shape = f"{weight.shape[0]}x{weight.shape[1]}"
     for count in sorted({1, *plan.sizes, *(size - 1 for size in plan.sizes if size > 2)}):

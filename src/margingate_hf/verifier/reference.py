@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..interfaces import eager
 from ..placement import execution_device
+from .precision import full_precision
 
 _UPCAST = frozenset(
     {
@@ -81,5 +82,5 @@ def reference_logits(model: Any, tokens: list[int], dtype: torch.dtype = torch.f
         `torch.Tensor` of shape `[len(tokens), vocabulary]`, `dtype`.
     """
     ids = torch.tensor([tokens], device=execution_device(model))
-    with eager(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
+    with full_precision(), eager(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
         return model(input_ids=ids, use_cache=False).logits[0].to(dtype)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..config import MarginGateConfig
+from ..dispatch import backend_for, implementation
 from ..placement import execution_device
-from .plans import CPU_PLANS, LinearPlan
+from .plans import LinearPlan
 from .selftest import choose_verifier
 from .verifier import Verifier
 
@@ -22,7 +23,7 @@ _verifiers: weakref.WeakKeyDictionary[Any, dict[tuple, Verifier]] = weakref.Weak
 _lock = threading.RLock()
 
 
-def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan] = CPU_PLANS) -> Verifier:
+def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan] | None = None) -> Verifier:
     """
     The verifier of a model, self-tested once per (device, dtype, thread count, settings) and then kept with the model.
 
@@ -31,13 +32,17 @@ def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPla
     Raises:
         `VerifierError`: no plan passes the self-test; the message names the part that failed.
     """
+    device = execution_device(model)
+    if plans is None:
+        plans = implementation("plans", device)()
     key = (
-        str(execution_device(model)),
+        str(device),
+        backend_for(device),
         model.dtype,
         torch.get_num_threads(),
         config.strict,
         config.resident_weights,
-        plans,
+        tuple(plans),
     )
     with _lock:
         kept = _verifiers.setdefault(model, {})

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from ..config import MarginGateConfig
+from ..dispatch import implementation
 from ..geometry import KV_BLOCK, Segment, verify_geometry
+from ..placement import execution_device
 from ..rope import needs_long_table
 from .arithmetic import probe_elementwise, probe_reductions
 from .audit import OperatorAudit
@@ -45,7 +47,9 @@ def choose_verifier(model: Any, config: MarginGateConfig, plans: Sequence[Linear
     Raises:
         `VerifierError`: none does; names the plans, the part each failed and how.
     """
-    problem = check_architecture(model) or probe_elementwise() or probe_reductions()
+    device = execution_device(model)
+    row_sum = implementation("row_sum", device)
+    problem = check_architecture(model) or probe_elementwise(device) or probe_reductions(row_sum, device)
     if problem:
         raise VerifierError(f"The verifier's self-test failed: {problem}.")
     failures: list[str] = []
@@ -67,8 +71,10 @@ def choose_verifier(model: Any, config: MarginGateConfig, plans: Sequence[Linear
 
 def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[str | None, Verifier | None]:
     verifier = Verifier(model, plan, config.strict, config.resident_weights)
+    dtype = torch.float32 if plan.copies_weights else model.dtype
     for shape in verifier.store.linear_shapes():
-        problem = probe_linear(plan, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        problem = probe_linear(plan, weight.to(verifier.device, dtype))
         if problem:
             return f"invariance: {problem}", None
     return self_test(verifier), verifier

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from ..cache import CacheIdentity, MarginGateCache
-from ..geometry import KV_BLOCK, QUERY_TILE, Segment, VerifyGeometry, geometry_scope, verify_geometry
+from ..dispatch import implementation
+from ..geometry import Segment, VerifyGeometry, geometry_scope, verify_geometry
 from ..interfaces import installed
 from ..placement import execution_device
 from ..schedule import CostMeter
 from .mode import VerifierMode
 from .plans import LinearPlan
+from .precision import full_precision
 from .weights import WeightStore
 
 # Tokens of one pass. Longer prompts are cut; the cut cannot change a bit, it bounds the memory of a pass.
@@ -27,7 +29,7 @@ class Verifier:
     Runs a model's own forward under [`VerifierMode`].
 
     Args:
-        model (`PreTrainedModel`): a decoder-only model on CPU, in eval mode.
+        model (`PreTrainedModel`): a decoder-only model, in eval mode.
         plan ([`LinearPlan`]): how matrix products are grouped.
         strict (`bool`): see [`MarginGateConfig`].
         resident (`bool`, *optional*): see [`MarginGateConfig`].
@@ -50,7 +52,8 @@ class Verifier:
     @property
     def name(self) -> str:
         """The plan in one line; two verifiers of one name and one processor type compute the same bits."""
-        return f"cpu/{self.plan.name}/kv{KV_BLOCK}/q{QUERY_TILE}/torch-{torch.__version__}"
+        device = self.device
+        return f"{implementation('describe', device)(device)}/{self.plan.name}/torch-{torch.__version__}"
 
     def notes(self) -> list[str]:
         """Every slower or weaker path this verifier is on, in words."""
@@ -63,7 +66,7 @@ class Verifier:
 
     def new_cache(self, rows: int, kv_planes: int) -> MarginGateCache:
         """An empty cache for this model."""
-        cache = MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes)
+        cache = MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes, self.plan.column_store)
         cache.identity = self.identity
         return cache
 
@@ -128,7 +131,7 @@ class Verifier:
             torch.no_grad(),
             torch.autocast(self.device.type, enabled=False),
             torch.compiler.set_stance("force_eager"),
-            _full_precision(),
+            full_precision(),
             installed(self.model),
             geometry_scope(geometry),
             self.mode,
@@ -160,17 +163,3 @@ def _passes(segments: Sequence[Segment]) -> Iterator[list[tuple[int, Segment, bo
                 part, room = [], PASS_TOKENS
     if part:
         yield part
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Pins float32 products to IEEE precision; `"medium"` would let oneDNN round them to BF16."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
-    try:
-        torch.set_float32_matmul_precision("highest")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

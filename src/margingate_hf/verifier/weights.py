@@ -42,16 +42,16 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     width = 4096
     body = words[: words.numel() // width * width].view(-1, width)
     rest = words[body.numel() :]
-    by_column = body.sum(0) * _odd_weights(width)
+    by_column = body.sum(0) * _odd_weights(width, flat.device)
     by_row = body.sum(1)
-    by_row = by_row * _odd_weights(by_row.numel())
-    last = rest * _odd_weights(rest.numel())
+    by_row = by_row * _odd_weights(by_row.numel(), flat.device)
+    last = rest * _odd_weights(rest.numel(), flat.device)
     return int(by_column.sum() + last.sum()), int(by_row.sum() - 3 * last.sum())
 
 
-def _odd_weights(count: int) -> torch.Tensor:
+def _odd_weights(count: int, device: torch.device) -> torch.Tensor:
     """Distinct odd multipliers; int64 arithmetic wraps, so an odd factor loses no bit."""
-    return torch.arange(count, dtype=torch.int64) * 0x5851F42D4C957F2D * 2 + 1
+    return torch.arange(count, dtype=torch.int64, device=device) * 0x5851F42D4C957F2D * 2 + 1
 
 
 class WeightStore:
@@ -120,6 +120,8 @@ class WeightStore:
         return changed
 
     def _decide(self) -> bool:
+        if not self.plan.copies_weights:
+            return True
         if self._wanted is not None:
             return self._wanted
         if self._packed:
@@ -133,17 +135,21 @@ class WeightStore:
 
     def packed(self, weight: torch.Tensor) -> Any:
         """
-        A weight `[out, in]`, any floating dtype, up-cast and packed; kept if resident and the model's own.
+        A weight `[out, in]`, any floating dtype, as the plan wants it; kept if resident and the model's own.
         """
         storage = weight.untyped_storage().data_ptr()
         if not self.resident or storage not in self._owners:
-            return self.plan.pack(weight.detach().float())
+            return self._pack(weight)
         key = (storage, weight.data_ptr(), tuple(weight.shape), weight.stride())
         with self._lock:
             found = self._packed.get(key)
             if found is None:
-                found = self._packed[key] = self.plan.pack(weight.detach().float())
+                found = self._packed[key] = self._pack(weight)
         return found
+
+    def _pack(self, weight: torch.Tensor) -> Any:
+        weight = weight.detach()
+        return self.plan.pack(weight.float() if self.plan.copies_weights else weight)
 
     def linear_shapes(self) -> Iterable[torch.Size]:
         """Distinct shapes of the model's matrices, for the probe."""

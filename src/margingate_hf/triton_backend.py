@@ -1,0 +1,204 @@
+"""The Triton backend: what `dispatch.TABLE` names, in the table's signatures, over `margingate_kernels`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import margingate_kernels as kernels
+
+from .geometry import DecodeGeometry, VerifyGeometry
+from .stores import ColumnStore
+from .verifier.plans import LinearPlan
+
+
+class TritonPlan:
+    """
+    The Triton linear: weights stay in their own dtype and are up-cast in registers; one instruction shape for every
+    number of rows, so any number may be issued. `sizes` are those the probe compares: both sides of every tile edge.
+
+    Args:
+        column_store (`str`, *optional*): `"summed_store"` for models that compute with what the cache returns before
+            they call attention (latent attention, as DeepSeek-V3's); six bytes a value instead of four, and slower.
+    """
+
+    sizes = (2, 16, 17, 33)
+    copies_weights = False
+
+    def __init__(self, column_store: str = "column_store"):
+        self.column_store = column_store
+        self.name = "triton-linear" if column_store == "column_store" else "triton-linear-summed-kv"
+
+    def available(self) -> bool:
+        """Always; `dispatch.missing` has looked for Triton and a GPU."""
+        return True
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        """The weight `[out, in]` itself, contiguous."""
+        return weight.contiguous()
+
+    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+        """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`."""
+        return kernels.linear(rows.contiguous(), packed)
+
+
+def triton_plans() -> tuple[LinearPlan, ...]:
+    """Planes first. Where the kernel fails its probe, no library product is trusted in its place."""
+    return TRITON_PLANS
+
+
+TRITON_PLANS: tuple[LinearPlan, ...] = (TritonPlan(), TritonPlan("summed_store"))
+
+
+def describe(device: torch.device) -> str:
+    """Kernel version, architecture, Triton version and every launch parameter that takes part in a bit."""
+    return kernels.describe(device)
+
+
+class PlaneStore(ColumnStore):
+    """
+    For CUDA: the planes as they are, `[planes, rows, heads, capacity, dim]` in the model's dtype; the fast path reads
+    the first, the verifier all of them. Three planes, or a float32 model, keep the value whole in float32.
+    """
+
+    tensors = ("_planes", "whole")
+
+    def _allocate(self) -> None:
+        keeps_whole = self.planes == 3 and self.dtype != torch.float32
+        count = 2 if self.planes == 2 and self.dtype != torch.float32 else 1
+        shape = (count, self.rows, self.heads, self.capacity, self.dim)
+        self._planes = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.whole = torch.zeros((1, *shape[1:]), dtype=torch.float32, device=self.device) if keeps_whole else None
+
+    @property
+    def draft(self) -> torch.Tensor:
+        """See [`ColumnStore`]."""
+        return self._planes[0]
+
+    def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+        """See [`ColumnStore`]; returns `[planes, rows, heads, capacity, dim]`."""
+        low = self.whole[0] if self.whole is not None else self._planes[1] if self._planes.shape[0] == 2 else None
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        kernels.repair_columns(states, self._planes[0], low, geometry.slots, geometry.positions)
+        return self._planes if self.whole is None else self.whole
+
+    def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
+        """See [`ColumnStore`]; returns `[1, rows, heads, capacity, dim]`."""
+        return self._planes[:1]
+
+    def committed(self, slot: int, count: int) -> torch.Tensor:
+        """See [`ColumnStore`]; a new tensor, the planes' sum."""
+        planes = self._planes if self.whole is None else self.whole
+        return planes[:, slot, :, :count].float().sum(0)
+
+    def repaired(self, slot: int, count: int) -> bool:
+        """See [`ColumnStore`]: the first plane is one of the committed planes, or the whole value rounded."""
+        if self.whole is None:
+            return True
+        return torch.equal(self.draft[slot, :, :count], self.whole[0, slot, :, :count].to(self.dtype))
+
+
+def verify_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    geometry: VerifyGeometry,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    As [`~margingate_hf.attention.verify_attention`], over planes.
+
+    Args:
+        query (`torch.Tensor` of shape `[1, heads, tokens, dim]`, float32).
+        keys, values (`torch.Tensor` of shape `[planes, rows, kv_heads, capacity, dim]`): of a [`PlaneStore`]; without
+            the first dimension, of a [`SummedStore`] or what a model made of it.
+
+    Returns:
+        `torch.Tensor` of shape `[1, tokens, heads, value_dim]`, float32.
+    """
+    keys, values = _planes(keys), _planes(values)
+    return kernels.ragged_attention(
+        _flat(query[0].transpose(0, 1)),
+        keys,
+        values,
+        geometry.tiles(_positions_a_tile(query, keys)),
+        geometry.slots,
+        geometry.positions,
+        geometry.length,
+        scaling,
+        sliding_window,
+        softcap,
+        sinks,
+    )[None]
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    geometry: DecodeGeometry,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    As [`~margingate_hf.attention.decode_attention`]: drafts only. BF16 models multiply BF16 by BF16; others keep the
+    query whole.
+
+    Args:
+        query (`torch.Tensor` of shape `[rows, heads, 1, dim]`, the model's dtype).
+        keys, values (`torch.Tensor` of shape `[1, rows, kv_heads, capacity, dim]`): the draft plane; the first
+            dimension may be missing, as above.
+
+    Returns:
+        `torch.Tensor` of shape `[rows, 1, heads, value_dim]`, the model's dtype.
+    """
+    keys, values = _planes(keys), _planes(values)
+    out = kernels.ragged_attention(
+        _flat(query[:, :, 0]),
+        keys,
+        values,
+        geometry.tiles,
+        geometry.slots,
+        geometry.positions,
+        geometry.length,
+        scaling,
+        sliding_window,
+        softcap,
+        sinks,
+        precision="bfloat16" if keys.dtype == torch.bfloat16 else "float32",
+    )
+    return out.to(query.dtype)[:, None]
+
+
+def _planes(store: torch.Tensor) -> torch.Tensor:
+    if store.dim() == 5:
+        return store
+    fits = store.stride(3) == 1 and store.stride(2) == store.shape[3]
+    return (store if fits else store.contiguous())[None]
+
+
+def _flat(query: torch.Tensor) -> torch.Tensor:
+    return query if query.stride(-1) == 1 else query.contiguous()
+
+
+def _positions_a_tile(query: torch.Tensor, keys: torch.Tensor) -> int:
+    return kernels.attention.QUERY_ROWS // kernels.group_tile(query.shape[1] // keys.shape[2])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; float32 `[..., n]`, weight `[n]`."""
+    return kernels.rms_norm(x, weight, eps)[0]
+
+
+def top2_margin(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As [`~margingate_hf.gate.top2_margin`], in one read of the scores `[..., vocabulary]`."""
+    if scores.dtype == torch.float64:
+        scores = scores.float()
+    found = kernels.top2(scores.reshape(-1, scores.shape[-1]).contiguous())
+    return found.tokens.view(scores.shape[:-1]), found.margins.view(scores.shape[:-1])
