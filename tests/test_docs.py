@@ -67,6 +67,14 @@ def test_the_statistics_page_names_real_fields() -> None:
             assert hasattr(MarginGateStatistics(), name), name
 
 
+def test_the_kernels_page_holds_the_committed_resource_table() -> None:
+    from tests.kernels.resource_table import as_markdown
+
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    table = page.split("<!-- resources: begin -->")[1].split("<!-- resources: end -->")[0].strip()
+    assert table == as_markdown(), "python tests/kernels/resource_table.py prints the table"
+
+
 def test_versions_agree() -> None:
     version = margingate_hf.__version__
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()

@@ -194,6 +194,7 @@ def compile_one(
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     products = sorted(set(re.findall(r"\bHG?MMA\.(?:\d+x\d+x\d+|\d+)", code)))
     return {
+        "warps": warps,
         "registers": int(found[1]),
         "spilled": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "stack": int(found[2]) + int(found[3]),

@@ -110,7 +110,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Covered by others in short runs: each costs the interpreter several seconds.
+AT_LENGTH = ("one plane", "multi-query, 3 heads", "window of a block", "softcap", "sinks", "sliding window")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in AT_LENGTH)) for n in CASES])
 def test_bits_depend_on_the_query_and_what_it_sees_alone(name: str) -> None:
     case = CASES[name]
     whole, asked = case.run(case.ends()), case.queries

@@ -73,8 +73,9 @@ def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[s
     verifier = Verifier(model, plan, config.strict, config.resident_weights)
     dtype = torch.float32 if plan.copies_weights else model.dtype
     for shape in verifier.store.linear_shapes():
-        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        problem = probe_linear(plan, weight.to(verifier.device, dtype))
+        generator = torch.Generator(verifier.device).manual_seed(1)
+        weight = torch.randn(shape, generator=generator, device=verifier.device)
+        problem = probe_linear(plan, weight.to(dtype))
         if problem:
             return f"invariance: {problem}", None
     return self_test(verifier), verifier
