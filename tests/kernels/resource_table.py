@@ -12,14 +12,14 @@ LIMITS = {80: (65536, 164 << 10, 64), 90: (65536, 228 << 10, 64)}
 
 
 def programs_per_sm(entry: dict, warps: int, arch: int) -> int:
-    """How many programs an SM holds by registers (given out by 8 a thread), shared memory (1 KB each reserved), warps."""
+    """How many programs an SM holds: registers are given out by 8 a thread, 1 KB of shared memory is reserved for each."""
     registers, shared, most = LIMITS[arch]
     by_registers = registers // (-(-entry["registers"] // 8) * 8 * 32 * warps)
     return min(by_registers, shared // (entry["shared_bytes"] + 1024), most // warps, 32)
 
 
 def as_markdown() -> str:
-    """One row a kernel: registers a thread, shared memory a program, programs an SM, instruction, for each architecture."""
+    """One row a kernel: registers a thread, shared memory a program, programs an SM, instruction."""
     record = json.loads(RESOURCES.read_text())
     kernels = record["kernels"]
     lines = [
