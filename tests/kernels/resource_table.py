@@ -12,7 +12,7 @@ LIMITS = {80: (65536, 164 << 10, 64), 90: (65536, 228 << 10, 64)}
 
 
 def programs_per_sm(entry: dict, warps: int, arch: int) -> int:
-    """How many programs an SM holds: registers are given out by 8 a thread, 1 KB of shared memory is reserved for each."""
+    """How many programs an SM holds: registers are given out by 8 a thread, and each program reserves 1 KB besides."""
     registers, shared, most = LIMITS[arch]
     by_registers = registers // (-(-entry["registers"] // 8) * 8 * 32 * warps)
     return min(by_registers, shared // (entry["shared_bytes"] + 1024), most // warps, 32)
