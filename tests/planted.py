@@ -67,6 +67,7 @@ def plain_verifier(model: Any) -> Iterator[None]:
     with (
         mock.patch.object(attention, "verify_attention", plain_attention),
         mock.patch("margingate_hf.generation.verifier_for", lambda *_: verifier),
+        mock.patch("margingate_hf.engine.verifier_for", lambda *_: verifier),
         mock.patch("sameness.verifier_for", lambda *_: verifier),
     ):
         yield

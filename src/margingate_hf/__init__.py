@@ -2,6 +2,7 @@
 
 from .cache import MarginGateCache
 from .config import MarginGateConfig
+from .engine import MarginGateEngine, MarginGateGenerationOutput
 from .gate import MarginGateLogitsProcessor
 from .generation import MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable
 from .hint import install_hint
@@ -12,7 +13,9 @@ __version__ = "0.1.0"
 __all__ = [
     "MarginGateCache",
     "MarginGateConfig",
+    "MarginGateEngine",
     "MarginGateGenerationMixin",
+    "MarginGateGenerationOutput",
     "MarginGateLogitsProcessor",
     "MarginGateModelForCausalLM",
     "MarginGateOutput",

@@ -37,14 +37,20 @@ class MarginGateLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """
-        Allocates the stores for the head counts and dims of `key_states`/`value_states` `[batch, heads, length, dim]`.
+        Allocates the stores for the head counts and dims of `key_states`/`value_states` `[..., heads, length, dim]`.
         """
         cache = self._cache
         self.device = key_states.device
         make = implementation(cache.store, self.device)
         keys, values = (
             make(
-                cache.rows, states.shape[1], cache.capacity, states.shape[3], cache.dtype, cache.kv_planes, self.device
+                cache.rows,
+                states.shape[-3],
+                cache.capacity,
+                states.shape[-1],
+                cache.dtype,
+                cache.kv_planes,
+                self.device,
             )
             for states in (key_states, value_states)
         )
@@ -206,6 +212,35 @@ class MarginGateCache(DynamicCache):
             raise ValueError(f"`length` must be between 0 and {len(self.tokens[slot])}, got {length}.")
         del self.tokens[slot][length:]
         self.verified[slot] = min(self.verified[slot], length)
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of one row over all layers; 0 before the first pass."""
+        stores = [store for layer in self.layers for store in layer.stores or ()]
+        return sum(store.nbytes for store in stores) // max(1, self.rows * self.capacity)
+
+    def clear(self, slot: int) -> None:
+        """Empties a row for another text."""
+        self.rollback(slot, 0)
+        for layer in self.layers:
+            for store in layer.stores or ():
+                store.clear(slot)
+
+    def export_columns(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
+        return [store.export(slot, start, stop) for layer in self.layers for store in layer.stores or ()]
+
+    def load_columns(self, slot: int, start: int, columns: Sequence[torch.Tensor]) -> None:
+        """
+        Writes columns that a cache of the same identity has exported; `extend` records them.
+        """
+        for index, layer in enumerate(self.layers):
+            keys, values = columns[2 * index : 2 * index + 2]
+            if layer.stores is None:
+                layer.lazy_initialization(keys, values)
+            assert layer.stores is not None
+            layer.stores[0].load(slot, start, keys)
+            layer.stores[1].load(slot, start, values)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchanges two rows, so that the rows still decoding stay the first ones."""

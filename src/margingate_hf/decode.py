@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .interfaces import installed
 from .outputs import MarginGateStatistics, RowStatistics
+from .prefix import PREFIX_BLOCK, PrefixStore, block_keys
 from .rope import needs_long_table
 from .rows import Row, compare
 from .schedule import Pending, should_verify
@@ -33,15 +35,19 @@ logger = logging.getLogger(__name__)
 @dataclass
 class DecodeRequest:
     """
-    One `generate` call, freed of padding.
+    Texts to decode, freed of padding.
 
     Attributes:
-        rows: the prompts, `slot == index` at first.
+        rows: the prompts, in the caller's order; `slot == index` at first where all are decoded at once.
         cache: columns of an earlier call to build on, `None` for an empty cache.
         eos: token ids that end a row.
         criteria: custom stopping criteria, asked after every committed token with `[1, length]`.
         keep_logits, keep_scores: record canonical values of every step.
         on_commit: called with each committed token, in order (streaming).
+        max_rows: rows decoded at once, others wait for a place. `None`: all, and the cache keeps them.
+        chunk: prompt tokens that one pass reads. `None`: whole prompts.
+        prefixes: verified columns to start from and to add to; needs `max_rows`.
+        isolate: an exception of a row's own processors or criteria ends that row alone.
     """
 
     config: MarginGateConfig
@@ -52,6 +58,10 @@ class DecodeRequest:
     keep_logits: bool = False
     keep_scores: bool = False
     on_commit: Callable[[Row, int], None] | None = None
+    max_rows: int | None = None
+    chunk: int | None = None
+    prefixes: PrefixStore | None = None
+    isolate: bool = False
 
 
 def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[MarginGateCache, MarginGateStatistics]:
@@ -65,19 +75,25 @@ def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[Marg
     Returns:
         `(cache, statistics)`, the cache's rows in the order of `request.rows`.
     """
-    loop = _Loop(model, verifier, request)
+    loop = DecodeLoop(model, verifier, request)
     try:
         with torch.no_grad(), installed(model):
-            loop.prefill()
-            while loop.active:
-                loop.draft()
-                loop.verify()
+            while loop.unfinished:
+                loop.step()
     finally:
         loop.restore_cache()
     return loop.cache, loop.totals()
 
 
-class _Loop:
+class DecodeLoop:
+    """
+    Rows on their way through fast steps and verifier passes. Rows are admitted and retired between passes; since a
+    row's bits depend on its own text alone, neither can change another's.
+
+    Args:
+        model, verifier, request: as for [`decode`].
+    """
+
     def __init__(self, model: Any, verifier: Verifier, request: DecodeRequest):
         self.model = model
         self.device = verifier.device
@@ -85,48 +101,148 @@ class _Loop:
         self.request = request
         self.config = request.config
         self.rows = request.rows
-        self.active = list(request.rows)  # active[i].slot == i
+        self.waiting = deque(request.rows)
+        self.active: list[Row] = []  # active[i].slot == i
+        self.finished: list[Row] = []
+        places = len(self.rows) if request.max_rows is None else min(request.max_rows, len(self.rows))
         cache = request.cache
-        self.cache = verifier.new_cache(len(self.rows), self.config.kv_planes) if cache is None else cache
-        self.cache.long_rows = [needs_long_table(model, len(row.prompt) + row.limit) for row in self.rows]
+        self.cache = verifier.new_cache(places, self.config.kv_planes) if cache is None else cache
+        if request.prefixes is not None:
+            request.prefixes.bind(self.cache)
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
             fingerprint=verifier.store.fingerprint,
             config=self.config.to_dict(),
         )
 
-    def prefill(self) -> None:
-        """The verifier reads the prompts, unpadded, and commits each row's first token."""
-        started = time.perf_counter()
-        segments = [Segment(row.slot, row.reused, row.prompt[row.reused :]) for row in self.active]
-        logits = self.verifier.run(self.cache, segments, keep="last")
-        self._commit([logits[i : i + 1] for i in range(len(segments))])
-        self.statistics.prefill_tokens = sum(len(segment.tokens) for segment in segments)
-        self.statistics.reused_tokens = sum(row.reused for row in self.rows)
-        self.statistics.prefill_seconds = time.perf_counter() - started
+    @property
+    def unfinished(self) -> bool:
+        """Whether any row is still waiting or decoding."""
+        return bool(self.waiting or self.active)
 
-    def draft(self) -> None:
+    def step(self) -> list[Row]:
+        """
+        Admits rows to free places, drafts unless a prompt is to be read, and runs one pass.
+
+        Returns:
+            The rows that have ended, in no particular order.
+        """
+        for row in [row for row in (*self.waiting, *self.active) if row.cancelled]:
+            self._end(row)
+        self._admit()
+        if all(row.committed for row in self.active):
+            self._draft()
+        if self.active:
+            self._verify()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.active) < self.cache.rows:
+            row = self.waiting.popleft()
+            row.slot = len(self.active)
+            if self.request.max_rows is not None:
+                self.cache.clear(row.slot)
+            self.cache.long_rows[row.slot] = needs_long_table(self.model, len(row.prompt) + row.limit)
+            row.read = row.reused
+            self.active.append(row)
+
+    def _draft(self) -> None:
         """Fast steps until the schedule asks for a pass."""
         started = time.perf_counter()
         meter = self.verifier.meter
-        while not should_verify([self._pending(row) for row in self.active], self.config, meter.costs()):
+        while self.active and not should_verify(
+            [self._pending(row) for row in self.active], self.config, meter.costs()
+        ):
             began = time.perf_counter()
             self._fast_step()
             meter.steps.add(len(self.active), time.perf_counter() - began)
+            for row in [row for row in self.active if row.done]:  # its own processor has failed
+                self._end(row)
         self.statistics.decode_seconds += time.perf_counter() - started
 
-    def verify(self) -> None:
-        """One pass over every active row."""
+    def _verify(self) -> None:
+        """One pass: every decoding row's pending tokens, and what the rows before them have left of prompts to read."""
         started = time.perf_counter()
-        segments = [Segment(row.slot, row.verified, row.pending()) for row in self.active]
-        counts = [len(segment.tokens) for segment in segments]
-        logits = self.verifier.run(self.cache, segments)
-        self._commit(list(logits.split(counts)))
-        self.statistics.passes += 1
-        self.statistics.verified_tokens += sum(counts)
+        parts = self._parts()
+        segments = [Segment(row.slot, row.verified, tokens) for row, tokens, _ in parts]
+        counts = [kept for *_, kept in parts]
+        logits = self.verifier.run(self.cache, segments, keep=counts)
+        prompt_tokens = sum(len(tokens) for row, tokens, _ in parts if not row.committed)
+        decoded = sum(len(tokens) for row, tokens, _ in parts if row.committed)
+        for (row, tokens, _), piece in zip(parts, logits.split(counts), strict=True):
+            if not row.committed:
+                row.read += len(tokens)
+                if self.request.prefixes is not None:
+                    self.request.prefixes.keep(self.cache, row.slot)
+            if len(piece):
+                self._guarded(row, self._commit, piece)
+        for row in [row for row in self.active if row.done]:
+            self._end(row)
         seconds = time.perf_counter() - started
-        self.verifier.meter.passes.add(sum(counts), seconds)
-        self.statistics.verify_seconds += seconds
+        self.statistics.prefill_tokens += prompt_tokens
+        self.statistics.verified_tokens += decoded
+        if prompt_tokens:
+            self.statistics.prefill_seconds += seconds
+        else:
+            self.statistics.passes += 1
+            self.statistics.verify_seconds += seconds
+            self.verifier.meter.passes.add(decoded, seconds)
+
+    def _parts(self) -> list[tuple[Row, list[int], int]]:
+        """
+        What the pass reads: `(row, tokens, of how many of the last ones logits are wanted)`.
+
+        Prompts are read in the order of admission, `chunk` tokens in all. A row whose next block of prompt another row
+        reads in this very pass sits the pass out and takes the block from the prefix store afterwards.
+        """
+        parts: list[tuple[Row, list[int], int]] = []
+        room = self.request.chunk or sum(len(row.prompt) for row in self.active)
+        claimed: set[int] = set()
+        for row in self.active:
+            if row.committed:
+                tokens = row.pending()
+                parts.append((row, tokens, len(tokens)))
+                continue
+            left = self._claim(row, claimed)
+            take = left if left <= room else max(0, (row.read + room) // PREFIX_BLOCK * PREFIX_BLOCK - row.read)
+            if take:
+                room -= take
+                if self.request.prefixes is not None:
+                    self.request.prefixes.misses += take
+                tokens = row.prompt[row.read : row.read + take]
+                parts.append((row, tokens, int(row.read + take == len(row.prompt))))
+        return parts
+
+    def _claim(self, row: Row, claimed: set[int]) -> int:
+        """Prompt tokens a row has left to read itself in this pass."""
+        prefixes = self.request.prefixes
+        left = len(row.prompt) - row.read
+        if prefixes is None:
+            return left
+        if row.read % PREFIX_BLOCK == 0:
+            # The last prompt token is always read: its logits are needed.
+            long = self.cache.long_rows[row.slot]
+            blocks = prefixes.find(row.prompt, long, len(row.prompt) - 1)
+            copied = prefixes.load(self.cache, row.slot, blocks, row.read)
+            row.read, row.reused, left = row.read + copied, row.reused + copied, left - copied
+            prefixes.hits += copied
+        mine = block_keys(row.prompt, row.read)
+        if mine and mine[0] in claimed:
+            return 0
+        claimed.update(mine)
+        return left
+
+    def _guarded(self, row: Row, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs what calls a row's own processors or criteria; under `isolate` an exception there ends the row."""
+        if not self.request.isolate:
+            return work(row, *arguments)
+        try:
+            return work(row, *arguments)
+        except Exception as error:
+            row.error, row.done = error, True
+            row.drop_drafts()
+            return None
 
     def _pending(self, row: Row) -> Pending:
         would_end = len(row.committed) + len(row.drafts) + 1 >= row.limit or (
@@ -157,31 +273,30 @@ class _Loop:
 
     def _best(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         if not all(row.is_plain for row in self.active):
-            texts = [[*row.prompt, *row.committed, *row.drafts] for row in self.active]
+            scores = [self._guarded(row, self._scores, piece) for row, piece in zip(self.active, logits, strict=True)]
             logits = torch.stack(
-                [
-                    row.perturb(row.process(ids, piece.float()), len(ids))
-                    for row, ids, piece in zip(self.active, texts, logits, strict=True)
-                ]
+                [piece.float() if found is None else found for found, piece in zip(scores, logits, strict=True)]
             )
         tokens, margins = implementation("top2_margin", logits.device)(logits)
         return tokens.tolist(), margins.tolist()
 
-    def _commit(self, logits: list[torch.Tensor]) -> None:
-        """Compares, commits and rolls back every active row; `logits[i]` is `[pending tokens, vocabulary]`."""
-        for row, piece in zip(list(self.active), logits, strict=True):
-            canonical = _Canonical(row, piece)
-            decision = compare(row.drafts, canonical)
-            row.flips += decision.flipped
-            row.wasted += decision.wasted
-            row.drop_drafts()
-            for index, token in enumerate(decision.committed):
-                self._commit_token(row, token, index, canonical)
-                if row.done:
-                    break
-            self.cache.rollback(row.slot, row.verified)
-        for row in [row for row in self.active if row.done]:
-            self._retire(row)
+    @staticmethod
+    def _scores(row: Row, logits: torch.Tensor) -> torch.Tensor:
+        ids = [*row.prompt, *row.committed, *row.drafts]
+        return row.perturb(row.process(ids, logits.float()), len(ids))
+
+    def _commit(self, row: Row, logits: torch.Tensor) -> None:
+        """Compares, commits and rolls back a row; `logits` is `[pending tokens, vocabulary]`."""
+        canonical = _Canonical(row, logits)
+        decision = compare(row.drafts, canonical)
+        row.flips += decision.flipped
+        row.wasted += decision.wasted
+        row.drop_drafts()
+        for index, token in enumerate(decision.committed):
+            self._commit_token(row, token, index, canonical)
+            if row.done:
+                break
+        self.cache.rollback(row.slot, row.verified)
 
     def _commit_token(self, row: Row, token: int, index: int, canonical: _Canonical) -> None:
         row.committed.append(token)
@@ -198,8 +313,17 @@ class _Loop:
         if self.request.on_commit is not None:
             self.request.on_commit(row, token)
 
-    def _retire(self, row: Row) -> None:
-        """Moves a finished row behind the active ones, where no pass and no step reads it."""
+    def _end(self, row: Row) -> None:
+        """Takes a row out: its place goes behind the active ones, where no pass and no step reads it."""
+        row.done = True
+        row.drop_drafts()
+        self.finished.append(row)
+        if row in self.waiting:
+            self.waiting.remove(row)
+            return
+        self.cache.rollback(row.slot, row.verified)
+        if self.request.prefixes is not None:
+            self.request.prefixes.keep(self.cache, row.slot)
         last = self.active[-1]
         self.cache.swap_rows(row.slot, last.slot)
         self.active[row.slot] = last
@@ -208,6 +332,8 @@ class _Loop:
 
     def restore_cache(self) -> None:
         """Puts the cache's rows back into the caller's order and drops unverified columns, also after an error."""
+        if self.request.max_rows is not None:
+            return
         for row in self.rows:
             while row.slot != row.index:
                 other = next(other for other in self.rows if other.slot == row.index)
@@ -218,6 +344,7 @@ class _Loop:
     def totals(self) -> MarginGateStatistics:
         """Adds up the rows' statistics."""
         total = self.statistics
+        total.reused_tokens = sum(row.reused for row in self.rows)
         for row in self.rows:
             total.rows.append(
                 RowStatistics(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .cache import CacheIdentity, MarginGateCache
 from .config import MarginGateConfig
 from .decode import DecodeRequest, decode
+from .engine import MarginGateEngine
 from .noise import GumbelNoise
 from .outputs import MarginGateOutput
 from .placement import execution_device
@@ -50,6 +52,7 @@ class _Call:
     min_new_tokens: int | None = None
     min_length: int = 0
     processor_arguments: dict[str, Any] | None = None
+    prepare_only: bool = False
 
     def limit(self, prompt: int) -> int:
         """New tokens of a row; `max_length` counts the row's own tokens, not its padding."""
@@ -102,6 +105,76 @@ class MarginGateGenerationMixin(GenerationMixin):
             if streamer is not None:
                 streamer.end()  # a consumer in another thread would wait for ever
             raise
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        margin_gate: Any = ...,
+        engine: MarginGateEngine | None = None,
+        progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Transformers' `generate_batch`, and with `margin_gate` the same by a [`MarginGateEngine`]: each prompt's tokens
+        are those of `generate(..., margin_gate=...)` on it alone.
+
+        Args:
+            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding.
+            generation_config ([`~transformers.GenerationConfig`], *optional*): as for `generate`.
+            margin_gate ([`MarginGateConfig`], `dict` or `bool`, *optional*): as for `generate`.
+            engine ([`MarginGateEngine`], *optional*): one to use, whose columns are kept for the next call.
+            progress_bar (`bool`, *optional*, defaults to `False`): show one.
+            kwargs: arguments of `generate` that are not about one padded batch, and without `engine` those of
+                [`MarginGateEngine`]: `max_rows`, `kv_bytes`, `prefix_bytes`, `order`, `chunk`.
+
+        Returns:
+            `dict[str, MarginGateGenerationOutput]` by request id, `"req_0"` for the first prompt.
+        """
+        gate = self._resolve_gate(margin_gate, generation_config) if engine is None else engine.gate
+        if gate is None:
+            return super().generate_batch(inputs, generation_config, *args, progress_bar=progress_bar, **kwargs)
+        if args or kwargs.get("continuous_batching_config") is not None:
+            raise refuse("continuous_batching_config", "given", "it is of transformers' own scheduler; use `max_rows`")
+        if engine is None:
+            names = ("max_rows", "kv_bytes", "prefix_bytes", "order", "chunk")
+            engine = MarginGateEngine(self, gate, **{name: kwargs.pop(name) for name in names if name in kwargs})
+        elif margin_gate not in (..., True) and MarginGateConfig.coerce(margin_gate) != engine.gate:
+            raise refuse("margin_gate", margin_gate, "the engine has settings of its own; pass one of the two")
+        return engine.generate(inputs, generation_config, progress_bar, **kwargs)
+
+    def prepare_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        gate: MarginGateConfig,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> DecodeRequest:
+        """
+        Everything `generate` does before it decodes: checks, processors and limits of each prompt. For the engine.
+
+        Args:
+            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding, none empty.
+
+        Raises:
+            As `generate`.
+        """
+        for index, prompt in enumerate(inputs):
+            if not len(prompt):
+                raise refuse("inputs", f"prompt {index} is empty", "a prompt needs at least one token")
+        for name in ("input_ids", "attention_mask", "cache", "past_key_values", "streamer"):
+            if kwargs.get(name) is not None:
+                raise refuse(name, "given", "it belongs to one padded batch; `inputs` are lists of token ids")
+        width = max(map(len, inputs))
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in inputs])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in inputs])
+        device = execution_device(self)
+        call = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        check_model(self)
+        check_call({**kwargs, **call, "generation_config": generation_config}, len(ids))
+        riding = _Call(gate, mask_given=True, prepare_only=True)
+        return super().generate(generation_config=generation_config, margin_gate=riding, **call, **kwargs)
 
     def _resolve_gate(self, value: Any, generation_config: GenerationConfig | None) -> MarginGateConfig | None:
         if value is ...:
@@ -194,17 +267,19 @@ class MarginGateGenerationMixin(GenerationMixin):
             input_ids, model_kwargs.get("attention_mask"), _special_ids(generation_config), call.mask_given
         )
         rows = self._rows(prompts, generation_config, call)
-        verifier = verifier_for(self, call.config)
         request = DecodeRequest(
             config=call.config,
             rows=rows,
-            cache=_continued(self, call, rows, verifier.identity),
             eos=_ids_of(generation_config._eos_token_tensor),
             criteria=_custom_criteria(stopping_criteria, generation_config),
             keep_logits=bool(generation_config.output_logits and generation_config.return_dict_in_generate),
             keep_scores=bool(generation_config.output_scores and generation_config.return_dict_in_generate),
             on_commit=None if streamer is None else lambda _, token: streamer.put(torch.tensor([token])),
         )
+        if call.prepare_only:
+            return request
+        verifier = verifier_for(self, call.config)
+        request.cache = _continued(self, call, rows, verifier.identity)
         setup = time.perf_counter() - started
         cache, statistics = decode(self, verifier, request)
         statistics.setup_seconds = setup

@@ -50,7 +50,7 @@ def compare(drafts: Sequence[int], canonical: Callable[[int], int]) -> Decision:
     return Decision(tuple(committed), flipped=False, wasted=0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """
     One prompt on its way through the loop.
@@ -62,13 +62,17 @@ class Row:
         limit: new tokens it may have.
         processors: its own logits processors, or `None`.
         noise: seeded noise of a sampled text, or `None`.
-        reused: prompt columns that a cache from an earlier call already holds.
+        reused: prompt columns that did not have to be computed: a cache from an earlier call, or the prefix store, held
+            them.
+        read: prompt columns that are verified; the row decodes once it has a committed token.
         committed: canonical new tokens.
         margins: canonical margin at each of them, in logits of the processed scores.
         drafts, low: tokens decoded ahead, and how many of them had a low margin.
         survival, expected: see [`~margingate_hf.schedule.Pending`].
         logits, scores: canonical FP32 `[vocabulary]` a committed token, where the caller wants them.
-        done: ended by EOS, limit or a criterion.
+        done: ended by EOS, limit, a criterion, an error or a cancellation.
+        cancelled: the caller wants no more of it.
+        error: what went wrong in the row's own processors or criteria, where that ends the row alone.
     """
 
     index: int
@@ -78,6 +82,7 @@ class Row:
     processors: LogitsProcessorList | None = None
     noise: GumbelNoise | None = None
     reused: int = 0
+    read: int = 0
     committed: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
@@ -90,11 +95,13 @@ class Row:
     flips: int = 0
     wasted: int = 0
     done: bool = False
+    cancelled: bool = False
+    error: Exception | None = None
 
     @property
     def verified(self) -> int:
-        """Columns a pass has written: all of the text but its last token."""
-        return len(self.prompt) + len(self.committed) - 1
+        """Columns a pass has written: what was read of the prompt, then all of the text but its last token."""
+        return len(self.prompt) + len(self.committed) - 1 if self.committed else self.read
 
     @property
     def last(self) -> int:

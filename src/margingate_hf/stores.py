@@ -65,6 +65,27 @@ class ColumnStore(ABC):
         self.draft[rows, :, geometry.positions] = states
         return self.drafted(geometry)
 
+    def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """A copy of committed columns in the store's own format, `[..., heads, stop - start, dim]`; see `load`."""
+        return self.committed(slot, stop)[:, start:].clone()
+
+    @abstractmethod
+    def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
+        """Writes columns that a store of the same format has exported, bit for bit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        held = [getattr(self, name) for name in self.tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+    def clear(self, slot: int) -> None:
+        """Zeroes a row, which may hold anything of the text before."""
+        for name in self.tensors:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensor.movedim(-4, 0)[slot].zero_()
+
     def grown(self, capacity: int) -> ColumnStore:
         """A larger store that holds the same columns."""
         larger = type(self)(self.rows, self.heads, capacity, self.dim, self.dtype, self.planes, self.device)
@@ -118,6 +139,12 @@ class SummedStore(ColumnStore):
     def committed(self, slot: int, count: int) -> torch.Tensor:
         """See [`ColumnStore`]; a view."""
         return self.exact[slot, :, :count]
+
+    def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
+        """See [`ColumnStore`]; columns are float32 `[heads, count, dim]`."""
+        stop = start + columns.shape[1]
+        self.exact[slot, :, start:stop] = columns
+        self._draft[slot, :, start:stop] = columns.to(self.dtype)
 
     def repaired(self, slot: int, count: int) -> bool:
         """See [`ColumnStore`]: the committed value, rounded to the model's dtype."""

@@ -92,6 +92,20 @@ class PlaneStore(ColumnStore):
         planes = self._planes if self.whole is None else self.whole
         return planes[:, slot, :, :count].float().sum(0)
 
+    def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """See [`ColumnStore`]; the planes, `[planes, heads, stop - start, dim]`."""
+        planes = self._planes if self.whole is None else self.whole
+        return planes[:, slot, :, start:stop].clone()
+
+    def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
+        """See [`ColumnStore`]."""
+        stop = start + columns.shape[2]
+        if self.whole is None:
+            self._planes[:, slot, :, start:stop] = columns
+        else:
+            self.whole[:, slot, :, start:stop] = columns
+            self._planes[0, slot, :, start:stop] = columns[0].to(self.dtype)
+
     def repaired(self, slot: int, count: int) -> bool:
         """See [`ColumnStore`]: the first plane is one of the committed planes, or the whole value rounded."""
         if self.whole is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class Verifier:
         self.mode = VerifierMode(self.store, strict)
         self.passed_over: list[str] = []
         self.meter = CostMeter()
+        self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -75,45 +78,43 @@ class Verifier:
         """What makes this verifier's columns comparable with others."""
         return CacheIdentity(self.store.fingerprint, self.name, "float32")
 
-    def run(self, cache: MarginGateCache, segments: Sequence[Segment], keep: str = "all") -> torch.Tensor:
+    def run(
+        self, cache: MarginGateCache, segments: Sequence[Segment], keep: str | Sequence[int] = "all"
+    ) -> torch.Tensor:
         """
         Verifies the segments: writes their columns and computes canonical logits.
 
         Args:
             cache ([`MarginGateCache`]): each segment must start at its row's first unverified position.
             segments (`Sequence[Segment]`): at most one per row, none empty.
-            keep (`str`, *optional*, defaults to `"all"`): `"all"`: logits of every token; `"last"`: of each segment's
-                last.
+            keep (`str` or `Sequence[int]`, *optional*, defaults to `"all"`): whose logits: `"all"`: every token's;
+                `"last"`: each segment's last; or how many of the last tokens of each segment.
 
         Returns:
-            `torch.Tensor` of shape `[tokens, vocabulary]` or `[segments, vocabulary]`, float32, in the segments' order.
+            `torch.Tensor` of shape `[tokens kept, vocabulary]`, float32, in the segments' order.
         """
         cache.reserve(max(segment.stop for segment in segments))
-        kept: dict[int, torch.Tensor] = {}
-        for part in _passes(segments):
-            logits = self._forward(cache, [segment for _, segment, _ in part], keep, [last for *_, last in part])
-            for segment_index, segment, last in part:
-                count = len(segment.tokens) if keep == "all" else int(last)
-                piece, logits = logits[:count], logits[count:]
-                if count:
-                    before = kept.get(segment_index)
-                    kept[segment_index] = piece if before is None else torch.cat([before, piece])
-                cache.extend(segment.slot, segment.start, segment.tokens, verified=True)
-        return torch.cat([kept[index] for index in range(len(segments))])
+        counts = [_count(segment, keep, index) for index, segment in enumerate(segments)]
+        kept: dict[int, list[torch.Tensor]] = {index: [] for index in range(len(segments))}
+        for part in _passes(segments, counts):
+            logits = self._forward(cache, part)
+            for piece in part:
+                kept[piece.index].append(logits[: piece.kept])
+                logits = logits[piece.kept :]
+                cache.extend(piece.segment.slot, piece.segment.start, piece.segment.tokens, verified=True)
+        self.column_bytes = cache.column_bytes
+        return torch.cat([logits for parts in kept.values() for logits in parts])
 
-    def _forward(
-        self, cache: MarginGateCache, segments: list[Segment], keep: str, ends_segment: list[bool]
-    ) -> torch.Tensor:
+    def _forward(self, cache: MarginGateCache, part: list[_Piece]) -> torch.Tensor:
         device = self.device
+        segments = [piece.segment for piece in part]
         geometry = verify_geometry(segments, device)
         geometry.long = cache.long_flags(geometry.slots.tolist(), device)
         ids = torch.tensor([[token for segment in segments for token in segment.tokens]], device=device)
-        wanted = torch.arange(ids.shape[1], device=device)
-        if keep == "last":
-            stops = torch.tensor([len(segment.tokens) for segment in segments], device=device).cumsum(0) - 1
-            wanted = stops[torch.tensor(ends_segment, device=device)]
-            if not len(wanted):
-                wanted = stops[:1]  # a forward must return some logits; the caller takes none of them
+        stops = itertools.accumulate(len(segment.tokens) for segment in segments)
+        indices = [i for piece, stop in zip(part, stops, strict=True) for i in range(stop - piece.kept, stop)]
+        # A forward must return some logits, also where the caller takes none of them.
+        wanted = torch.tensor(indices or [0], device=device)
         extra = {"logits_to_keep": wanted} if self._keeps_logits else {}
         with self.scope(geometry):
             logits = self.model(
@@ -144,11 +145,26 @@ def n_layers(model: Any) -> int:
     return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def _passes(segments: Sequence[Segment]) -> Iterator[list[tuple[int, Segment, bool]]]:
+@dataclass(frozen=True)
+class _Piece:
+    """What one forward reads of segment `index`, and of how many of its last tokens logits are wanted."""
+
+    index: int
+    segment: Segment
+    kept: int
+
+
+def _count(segment: Segment, keep: str | Sequence[int], index: int) -> int:
+    if isinstance(keep, str):
+        return len(segment.tokens) if keep == "all" else 1
+    return keep[index]
+
+
+def _passes(segments: Sequence[Segment], counts: Sequence[int]) -> Iterator[list[_Piece]]:
     """
-    Cuts segments into passes of at most `PASS_TOKENS`: `(index of the segment, piece, is it the segment's last piece)`.
+    Cuts segments into forwards of at most `PASS_TOKENS`; `counts[i]` last tokens of segment `i` are kept.
     """
-    part: list[tuple[int, Segment, bool]] = []
+    part: list[_Piece] = []
     room = PASS_TOKENS
     for index, segment in enumerate(segments):
         done = 0
@@ -157,7 +173,8 @@ def _passes(segments: Sequence[Segment]) -> Iterator[list[tuple[int, Segment, bo
             piece = Segment(segment.slot, segment.start + done, segment.tokens[done : done + take])
             done += take
             room -= take
-            part.append((index, piece, done == len(segment.tokens)))
+            dropped = len(segment.tokens) - counts[index]
+            part.append(_Piece(index, piece, max(0, min(take, done - dropped))))
             if not room:
                 yield part
                 part, room = [], PASS_TOKENS

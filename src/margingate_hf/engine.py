@@ -1,0 +1,205 @@
+"""Continuous batching: many prompts through a few places, exactly as each would be decoded alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from .config import MarginGateConfig
+from .decode import DecodeLoop, DecodeRequest
+from .interfaces import installed
+from .outputs import MarginGateStatistics
+from .prefix import PREFIX_BLOCK, PrefixStore
+from .requests import refuse
+from .rows import Row
+from .verifier import Verifier, verifier_for
+
+logger = logging.getLogger(__name__)
+
+ORDERS = ("longest", "arrival")
+# Share of the memory free at the time that columns kept for reuse may take when the user left the choice to us.
+PREFIX_SHARE = 0.125
+
+
+@dataclass
+class MarginGateGenerationOutput(GenerationOutput):
+    """
+    One prompt of a batch, as transformers' own [`GenerationOutput`], and what the gate saw of it.
+
+    Attributes:
+        margins: canonical top-1/top-2 margin of each generated token, in logits of the processed scores.
+        flips: drafts the verifier replaced.
+        reused_tokens: prompt tokens whose columns another prompt had left.
+    """
+
+    margins: list[float] = field(default_factory=list)
+    flips: int = 0
+    reused_tokens: int = 0
+
+
+class MarginGateEngine:
+    """
+    Decodes any number of prompts through `max_rows` places: a finished prompt's place goes to the next at once,
+    prompts are read in chunks beside the rows that decode, and a beginning that prompts share is read once. Each
+    prompt's tokens are those of `generate(..., margin_gate=...)` on it alone, whatever the order, the company and the
+    reuse.
+
+    An engine keeps verified columns between calls, so a conversation's next turn, or the next task with the same
+    examples, starts where the last one left.
+
+    Args:
+        model (`PreTrainedModel`): an enabled model.
+        margin_gate ([`MarginGateConfig`], `dict` or `True`, *optional*): settings of the gate.
+        max_rows (`int`, *optional*, defaults to 8): prompts decoded at once.
+        kv_bytes (`int`, *optional*): bytes the K/V cache may take; fewer places are made where they would not fit.
+        prefix_bytes (`int`, *optional*): bytes for columns kept for reuse, 0 for none. `None`: an eighth of the memory
+            that is free.
+        order (`str`, *optional*, defaults to `"longest"`): `"longest"` admits long prompts first, which leaves no long
+            one to decode alone at the end; `"arrival"` keeps the caller's order.
+        chunk (`int`, *optional*, defaults to 256): prompt tokens one verifier pass reads beside the rows that decode.
+
+    Raises:
+        `ValueError`, `TypeError`: an argument outside its range, named.
+
+    Example:
+
+    ```python
+    >>> engine = MarginGateEngine(model, max_rows=8)
+    >>> for output in engine.iterate(prompts, max_new_tokens=128):
+    ...     print(output.request_id, output.generated_tokens)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        margin_gate: MarginGateConfig | dict | bool = True,
+        max_rows: int = 8,
+        kv_bytes: int | None = None,
+        prefix_bytes: int | None = None,
+        order: str = "longest",
+        chunk: int = 256,
+    ):
+        if not getattr(model, "_margin_gate_enabled", False):
+            raise refuse("model", type(model).__name__, "call `margingate_hf.enable(model)` first")
+        gate = MarginGateConfig.coerce(margin_gate)
+        if gate is None:
+            raise refuse("margin_gate", margin_gate, "an engine needs the gate; pass a MarginGateConfig or True")
+        for name, value, least in (
+            ("max_rows", max_rows, 1),
+            ("chunk", chunk, PREFIX_BLOCK),
+            ("kv_bytes", kv_bytes, 1),
+            ("prefix_bytes", prefix_bytes, 0),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise refuse(name, value, f"it must be an integer of at least {least}")
+        if order not in ORDERS:
+            raise refuse("order", order, f"it must be one of {', '.join(map(repr, ORDERS))}")
+        self.model = model
+        self.gate = gate
+        self.max_rows, self.kv_bytes, self.order, self.chunk = max_rows, kv_bytes, order, chunk
+        if prefix_bytes is None:
+            prefix_bytes = int(PREFIX_SHARE * psutil.virtual_memory().available)
+        self.prefixes = PrefixStore(prefix_bytes)
+        self.statistics = MarginGateStatistics()
+        self._rows: dict[str, Row] = {}
+
+    def iterate(
+        self, inputs: Sequence[Sequence[int]], generation_config: Any = None, progress_bar: bool = False, **kwargs: Any
+    ) -> Iterator[MarginGateGenerationOutput]:
+        """
+        Decodes prompts and yields each as it finishes.
+
+        Args:
+            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding.
+            generation_config ([`~transformers.GenerationConfig`], *optional*): as for `generate`.
+            progress_bar (`bool`, *optional*, defaults to `False`): show one.
+            kwargs: any argument of `generate` that is not about one padded batch: `max_new_tokens`,
+                `stopping_criteria`, `logits_processor`, `stop_strings`, `tokenizer`, ...
+
+        Yields:
+            [`MarginGateGenerationOutput`], in the order of finishing. `request_id` is `"req_{i}"` for prompt `i`, with
+            `"__child#{k}"` behind it for the further samples of `num_return_sequences`. A prompt whose own processor or
+            criterion raised has status `FAILED` and the `error`; the others are untouched.
+
+        Raises:
+            As `generate`, before any work starts.
+        """
+        if not inputs:
+            return
+        request = self.model.prepare_batch(inputs, self.gate, generation_config, **kwargs)
+        verifier = verifier_for(self.model, self.gate)
+        samples = len(request.rows) // len(inputs)
+        names = {row.index: _name(row.index, samples) for row in request.rows}
+        self._rows = {names[row.index]: row for row in request.rows}
+        self._admit_by(request, verifier)
+        loop = DecodeLoop(self.model, verifier, request)
+        bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
+        with logging_redirect_tqdm([logger]), bar:
+            while loop.unfinished:
+                with torch.no_grad(), installed(self.model):
+                    finished = loop.step()
+                for row in finished:
+                    bar.update(1)
+                    yield _output(names[row.index], row)
+        request.rows.sort(key=lambda row: row.index)
+        self.statistics = loop.totals()
+
+    def generate(
+        self, inputs: Sequence[Sequence[int]], generation_config: Any = None, progress_bar: bool = False, **kwargs: Any
+    ) -> dict[str, MarginGateGenerationOutput]:
+        """All of [`~MarginGateEngine.iterate`], by `request_id`, in the order of the prompts."""
+        found = {
+            output.request_id: output for output in self.iterate(inputs, generation_config, progress_bar, **kwargs)
+        }
+        return {name: found[name] for name in self._rows} if inputs else {}
+
+    def cancel(self, request_id: str) -> None:
+        """
+        Ends a prompt of the running [`~MarginGateEngine.iterate`]; it is yielded with the tokens it has.
+
+        Raises:
+            `KeyError`: no such prompt.
+        """
+        self._rows[request_id].cancelled = True
+
+    def _admit_by(self, request: DecodeRequest, verifier: Verifier) -> None:
+        """Fills in the places, the chunk and the order of admission."""
+        length = max(len(row.prompt) + row.limit for row in request.rows)
+        places = self.max_rows
+        if self.kv_bytes is not None:
+            fit = self.kv_bytes // (verifier.column_bytes * -(-length // 128) * 128)
+            if fit < 1:
+                needed = verifier.column_bytes * -(-length // 128) * 128
+                raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {length} columns takes {needed} bytes")
+            places = min(places, fit)
+        request.max_rows, request.chunk, request.isolate = places, self.chunk, True
+        request.prefixes = self.prefixes if self.prefixes.budget else None
+        if self.order == "longest":
+            request.rows.sort(key=lambda row: (-len(row.prompt), row.index))
+
+
+def _name(index: int, samples: int) -> str:
+    prompt, sample = divmod(index, samples)
+    return f"req_{prompt}" if not sample else f"req_{prompt}__child#{sample - 1}"
+
+
+def _output(name: str, row: Row) -> MarginGateGenerationOutput:
+    return MarginGateGenerationOutput(
+        request_id=name,
+        prompt_ids=row.prompt,
+        generated_tokens=row.committed,
+        error=None if row.error is None else f"{type(row.error).__name__}: {row.error}",
+        status=RequestStatus.FAILED if row.error is not None else RequestStatus.FINISHED,
+        margins=row.margins,
+        flips=row.flips,
+        reused_tokens=row.reused,
+    )

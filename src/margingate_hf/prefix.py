@@ -1,0 +1,157 @@
+"""Verified columns kept by what they are a function of, their tokens, so that a shared prefix is read once.
+
+A committed column depends on the tokens up to it and on nothing else, so a copy of it is the column: reuse changes no
+bit. Columns are kept in blocks, each under its parent block and its own token ids, so texts that share a beginning
+share its blocks. The least recently used leaves go first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .cache import CacheIdentity, MarginGateCache
+
+PREFIX_BLOCK = 32  # columns of a block; what is left over at the end of a shared prefix is read again
+
+
+@dataclass(eq=False)
+class Block:
+    """
+    Attributes:
+        parent: the block before it, or the root.
+        tokens: its token ids.
+        columns: for each layer keys, then values: what [`~margingate_hf.stores.ColumnStore.export`] gave.
+        children: blocks behind it, by their tokens.
+        used: when it was last looked up; larger is later.
+    """
+
+    parent: Block | None
+    tokens: tuple[int, ...]
+    columns: list[torch.Tensor] = field(default_factory=list)
+    children: dict[tuple[int, ...], Block] = field(default_factory=dict)
+    used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its columns."""
+        return sum(column.numel() * column.element_size() for column in self.columns)
+
+
+class PrefixStore:
+    """
+    Blocks of verified columns.
+
+    Args:
+        budget (`int`): bytes it may hold; 0 keeps nothing.
+
+    Attributes:
+        hits, misses: prompt tokens that were found, and that were not.
+        nbytes: bytes held.
+    """
+
+    def __init__(self, budget: int):
+        if budget < 0:
+            raise ValueError(f"`budget` must be 0 or more bytes, got {budget}.")
+        self.budget = budget
+        self.hits = 0
+        self.misses = 0
+        self.nbytes = 0
+        self._identity: tuple[CacheIdentity | None, int] | None = None
+        self._roots = {False: Block(None, ()), True: Block(None, ())}  # by rotary table, see `rope.py`
+        self._clock = itertools.count(1)
+
+    def bind(self, cache: MarginGateCache) -> None:
+        """Makes the store fit a cache; blocks of other weights, another plan or another format are dropped."""
+        identity = (cache.identity, cache.kv_planes)
+        if identity != self._identity:
+            self._identity = identity
+            self.clear()
+
+    def clear(self) -> None:
+        """Drops every block."""
+        self._roots = {False: Block(None, ()), True: Block(None, ())}
+        self.nbytes = 0
+
+    def find(self, tokens: Sequence[int], long: bool, limit: int) -> list[Block]:
+        """The blocks that hold the leading `tokens`, at most `limit` of them, in order."""
+        found: list[Block] = []
+        block = self._roots[long]
+        for start in range(0, limit - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+            child = block.children.get(tuple(tokens[start : start + PREFIX_BLOCK]))
+            if child is None:
+                break
+            child.used = next(self._clock)
+            found.append(child)
+            block = child
+        return found
+
+    def load(self, cache: MarginGateCache, slot: int, blocks: Sequence[Block], held: int) -> int:
+        """
+        Copies blocks into a row that already holds its first `held` columns, a whole number of blocks.
+
+        Returns:
+            Columns copied.
+        """
+        fresh = blocks[held // PREFIX_BLOCK :]
+        if not fresh:
+            return 0
+        stop = held + len(fresh) * PREFIX_BLOCK
+        cache.reserve(stop)
+        columns = [torch.cat(parts, dim=-2) for parts in zip(*(block.columns for block in fresh), strict=True)]
+        cache.load_columns(slot, held, columns)
+        cache.extend(slot, held, [token for block in fresh for token in block.tokens], verified=True)
+        return stop - held
+
+    def keep(self, cache: MarginGateCache, slot: int) -> None:
+        """Takes up the full blocks of a row's verified columns that are not held yet."""
+        tokens, count = cache.tokens[slot], cache.verified[slot]
+        block = self._roots[cache.long_rows[slot]]
+        for start in range(0, count - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+            key = tuple(tokens[start : start + PREFIX_BLOCK])
+            child = block.children.get(key)
+            if child is None:
+                child = Block(block, key, cache.export_columns(slot, start, start + PREFIX_BLOCK))
+                if not self._make_room(child.nbytes, block):
+                    return
+                block.children[key] = child
+                self.nbytes += child.nbytes
+            child.used = next(self._clock)
+            block = child
+
+    def _make_room(self, nbytes: int, wanted: Block) -> bool:
+        """Drops least recently used leaves, never `wanted` or a block it stands on, until `nbytes` fit."""
+        while self.nbytes + nbytes > self.budget:
+            leaves = [block for block in self._blocks() if not block.children and block is not wanted]
+            if not leaves:
+                return False
+            oldest = min(leaves, key=lambda block: block.used)
+            assert oldest.parent is not None
+            del oldest.parent.children[oldest.tokens]
+            self.nbytes -= oldest.nbytes
+        return True
+
+    def _blocks(self) -> list[Block]:
+        found: list[Block] = []
+        pending = list(itertools.chain.from_iterable(root.children.values() for root in self._roots.values()))
+        while pending:
+            block = pending.pop()
+            found.append(block)
+            pending.extend(block.children.values())
+        return found
+
+
+def block_keys(tokens: Sequence[int], start: int) -> list[int]:
+    """
+    A number for each full block from `start` on that stands for all tokens up to the block's end: equal for equal
+    beginnings. Two rows with one number by chance read in turn instead of at once, no more.
+    """
+    keys = []
+    key = hash(tuple(tokens[:start]))
+    for at in range(start, len(tokens) - PREFIX_BLOCK, PREFIX_BLOCK):
+        key = hash((key, tuple(tokens[at : at + PREFIX_BLOCK])))
+        keys.append(key)
+    return keys
