@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,22 @@ def test_readme_snippets_run(smollm2: tuple[Any, Any], capsys: pytest.CaptureFix
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), names)
     assert "BF16 tokens were replaced" in capsys.readouterr().out
+
+
+@pytest.mark.smollm2
+def test_batching_snippet_runs(smollm2: tuple[Any, Any], capsys: pytest.CaptureFixture) -> None:
+    model, tokenizer = smollm2
+    snippet = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "batching.md").read_text(), flags=re.S)[0]
+    names = {"model": model, "tokenizer": tokenizer, "MarginGateConfig": MarginGateConfig}
+    exec(compile(snippet, "batching.md", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) >= 4
+
+
+def test_the_batching_page_names_the_engines_arguments() -> None:
+    page = (ROOT / "docs" / "batching.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.M))
+    parameters = list(inspect.signature(margingate_hf.MarginGateEngine.__init__).parameters)
+    assert rows == set(parameters) - {"self", "model", "margin_gate"}
 
 
 def test_the_first_screen_of_the_readme() -> None:

@@ -37,8 +37,9 @@ class MarginGateStatistics:
     Attributes:
         plan: the verifier's plan in one line; `fingerprint`: hash of weights, buffers and adapters it ran on.
         fast_steps: forwards of the fast path; `row_steps`: drafts they gave, summed over rows.
-        passes: verifier passes after the prompts; `verified_tokens`: tokens they read.
-        prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those a cache from an earlier call held.
+        passes: verifier passes that read no prompt; `verified_tokens`: tokens of decoding rows that passes read.
+        prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those whose columns were there already,
+            in a cache from an earlier call or left by another prompt.
         low_margin_steps, flips, wasted_tokens: sums over rows.
         notes: every slower or weaker path that was taken, in words. Empty in a normal run.
         rows: per prompt.

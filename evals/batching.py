@@ -1,0 +1,274 @@
+"""A job of many prompts: stock `generate` in static batches, stock `generate_batch`, and certified continuous batching.
+
+    OMP_NUM_THREADS=2 python -m evals.batching --jobs gsm8k-5shot,math500,chat --limit 64 --repeats 3
+
+Runs are interleaved in one process and medians are given; peak memory is measured in a process of its own for each
+system. Every certified run's tokens are compared with `generate(margin_gate=...)` on each prompt alone before a time is
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from margingate_hf import MarginGateConfig, MarginGateEngine
+from margingate_hf.demo.compare import first_difference
+from margingate_hf.demo.run import as_prompts, load
+
+from .machine import as_text, describe
+from .prompts import load_few_shot, load_prompts
+
+GATE = MarginGateConfig()
+JOBS = ("gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
+PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
+STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
+Tokens = list[list[int]]
+
+
+class Job:
+    """
+    Prompts and how far to decode each.
+
+    Args:
+        name (`str`): one of `JOBS`.
+        model, tokenizer: an enabled BF16 model.
+        options (`argparse.Namespace`): `limit`, `new_tokens`, `data_dir`.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, options: argparse.Namespace):
+        if name.startswith("gsm8k-5shot"):
+            texts = load_few_shot(options.limit, 5, options.data_dir)
+        else:
+            texts = as_prompts(tokenizer, load_prompts(name, options.limit, options.data_dir))
+        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.prompts: Tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self.call: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
+        if name.endswith("stops"):
+            self.call |= {"stop_strings": STOPS, "tokenizer": tokenizer}
+        self.rows = options.rows
+
+    def static(self, model: Any, order: list[int], gate: MarginGateConfig | None = None) -> Tokens:
+        """Left-padded batches of `rows` prompts in the given order."""
+        found: Tokens = [[]] * len(self.prompts)
+        pad, eos = (
+            self.tokenizer.pad_token_id,
+            set(torch.tensor(model.generation_config.eos_token_id).flatten().tolist()),
+        )
+        for start in range(0, len(order), self.rows):
+            part = order[start : start + self.rows]
+            width = max(len(self.prompts[i]) for i in part)
+            ids = torch.tensor([[pad] * (width - len(self.prompts[i])) + self.prompts[i] for i in part])
+            mask = torch.tensor([[0] * (width - len(self.prompts[i])) + [1] * len(self.prompts[i]) for i in part])
+            extra = {"margin_gate": gate} if gate else {}
+            out = model.generate(ids, attention_mask=mask, **self.call, **extra)[:, width:].tolist()
+            for index, row in zip(part, out, strict=True):
+                end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+                found[index] = row[:end]
+        return found
+
+    def by_length(self) -> list[int]:
+        """Prompts of like length beside each other, the longest first."""
+        return sorted(range(len(self.prompts)), key=lambda i: -len(self.prompts[i]))
+
+    def engine(self, prefix_bytes: int | None) -> tuple[Tokens, dict[str, Any]]:
+        """Certified continuous batching, a fresh engine: no column is left from an earlier run."""
+        engine = MarginGateEngine(self.model, GATE, max_rows=self.rows, prefix_bytes=prefix_bytes)
+        out = engine.generate(self.prompts, **self.call)
+        kept = engine.statistics
+        counts = {"reused_tokens": kept.reused_tokens, "prefill_tokens": kept.prefill_tokens}
+        counts |= {"passes": kept.passes, "fast_steps": kept.fast_steps, "flips": kept.flips}
+        counts |= {name: round(getattr(kept, name), 2) for name in PARTS}
+        return [out[f"req_{i}"].generated_tokens for i in range(len(self.prompts))], counts
+
+
+def systems(job: Job, fp32: Any, names: list[str]) -> dict[str, Callable[[], tuple[Tokens, dict[str, Any]]]]:
+    """What is compared, by name."""
+    arrival = list(range(len(job.prompts)))
+    everything: dict[str, Callable[[], tuple[Tokens, dict[str, Any]]]] = {
+        "stock, static, arrival order": lambda: (job.static(job.model, arrival), {}),
+        "stock, static, sorted": lambda: (job.static(job.model, job.by_length()), {}),
+        "stock FP32, static, sorted": lambda: (job.static(fp32, job.by_length()), {}),
+        "stock generate_batch": lambda: (_stock_batch(job), {}),
+        "certified, static, sorted": lambda: (job.static(job.model, job.by_length(), GATE), {}),
+        "certified, engine, no reuse": lambda: job.engine(0),
+        "certified, engine": lambda: job.engine(None),
+    }
+    return {name: everything[name] for name in everything if not names or name in names}
+
+
+def _stock_batch(job: Job) -> Tokens:
+    call = {name: value for name, value in job.call.items() if name == "max_new_tokens"}
+    out = job.model.generate_batch(job.prompts, **call)
+    return [out[f"req_{i}"].generated_tokens for i in range(len(job.prompts))]
+
+
+def run_job(name: str, model: Any, fp32: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Interleaved runs of one job."""
+    job = Job(name, model, tokenizer, options)
+    compared = systems(job, fp32, options.systems)
+    alone: Tokens = []
+    if any(system.startswith("certified") for system in compared):
+        for prompt in tqdm(job.prompts, desc=f"{name}: each alone"):
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            out = model.generate(ids, attention_mask=mask, **job.call, margin_gate=GATE)
+            alone.append(out[0, len(prompt) :].tolist())
+    seconds: dict[str, list[float]] = {system: [] for system in compared}
+    notes: dict[str, dict[str, Any]] = {}
+    for _ in range(options.repeats):
+        for system, work in tqdm(compared.items(), desc=name):
+            started = time.perf_counter()
+            try:
+                tokens, counts = work()
+            except Exception as error:
+                notes[system] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+                continue
+            seconds[system].append(time.perf_counter() - started)
+            differ = (
+                sum(first_difference(a, b) is not None for a, b in zip(alone, tokens, strict=True)) if alone else None
+            )
+            if system.startswith("certified") and differ:
+                raise SystemExit(f"{name}, {system}: {differ} prompts differ from themselves alone; times mean nothing")
+            notes[system] = {"new_tokens": sum(map(len, tokens)), "differ_from_canonical": differ, **counts}
+    lengths = [len(prompt) for prompt in job.prompts]
+    return {
+        "job": name,
+        "prompts": len(lengths),
+        "prompt_tokens": [min(lengths), statistics.median(lengths), max(lengths)],
+        "seconds": seconds,
+        "notes": notes,
+    }
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """A table for each job, times over stock static batches in arrival order."""
+    lines = ["# Continuous batching", "", f"`{record['command']}`", "", f"{as_text(record['machine'])}; "]
+    lines[-1] += (
+        f"SmolLM2-135M-Instruct in BF16, at most {record['rows']} rows at once, {record['new_tokens']} new tokens."
+    )
+    for job in record["jobs"]:
+        low, middle, high = job["prompt_tokens"]
+        lines += [
+            "",
+            f"## {job['job']}",
+            "",
+            f"{job['prompts']} prompts of {low} to {high} tokens, median {middle:g}.",
+            "",
+        ]
+        lines += [
+            "| system | median seconds | over stock | new tokens | differ from canonical | prompt tokens reused |"
+        ]
+        lines += ["|---|---|---|---|---|---|"]
+        base = statistics.median(job["seconds"].get("stock, static, arrival order") or [float("nan")])
+        for system, note in job["notes"].items():
+            if "failed" in note:
+                lines.append(f"| {system} | failed: {note['failed']} | | | | |")
+                continue
+            middle = statistics.median(job["seconds"][system])
+            over = f"{middle / base:.2f}x" if base == base else ""
+            cells = [system, f"{middle:.1f}", over, note["new_tokens"], note["differ_from_canonical"]]
+            lines.append("| " + " | ".join(map(str, [*cells, note.get("reused_tokens", "")])) + " |")
+    if record.get("memory"):
+        lines += [
+            "",
+            "## Peak memory",
+            "",
+            "Resident set of a process that runs the system once, on the first job.",
+            "",
+        ]
+        lines += ["| system | MB |", "|---|---|"]
+        lines += [f"| {system} | {megabytes:.0f} |" for system, megabytes in record["memory"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def peak_memory(options: argparse.Namespace) -> dict[str, float]:
+    """Each system once, in a process of its own; megabytes."""
+    found = {}
+    for system in (
+        "stock, static, sorted",
+        "certified, static, sorted",
+        "certified, engine, no reuse",
+        "certified, engine",
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "evals.batching",
+            "--measure-memory",
+            system,
+            "--jobs",
+            options.jobs.split(",")[0],
+        ]
+        command += [
+            "--limit",
+            str(options.memory_limit),
+            "--new-tokens",
+            str(options.new_tokens),
+            "--rows",
+            str(options.rows),
+        ]
+        command += ["--data-dir", options.data_dir] if options.data_dir else []
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found[system] = float(out.split()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--systems", default="", help="semicolon-separated; default: all")
+    parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory-limit", type=int, default=16, help="prompts of the memory runs; 0 leaves them out")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--out", type=Path, default=Path("evals/results"))
+    parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.systems = [name.strip() for name in options.systems.split(";") if name.strip()]
+    model, tokenizer = load(options.model, progress=True)
+    if options.measure_memory:
+        job = Job(options.jobs, model, tokenizer, options)
+        systems(job, None, [options.measure_memory])[options.measure_memory]()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    fp32 = load(options.model, progress=False)[0].float()
+    record: dict[str, Any] = {
+        "command": f"python -m evals.batching --jobs {options.jobs} --limit {options.limit} --rows {options.rows} "
+        f"--new-tokens {options.new_tokens} --repeats {options.repeats}",
+        "machine": describe(),
+        "rows": options.rows,
+        "new_tokens": options.new_tokens,
+        "jobs": [],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.jobs.split(","):
+        record["jobs"].append(run_job(name, model, fp32, tokenizer, options))
+        _write(record, options.out)
+    if options.memory_limit:
+        record["memory"] = peak_memory(options)
+        _write(record, options.out)
+    print(as_markdown(record))
+
+
+def _write(record: dict[str, Any], folder: Path) -> None:
+    (folder / "batching.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "batching.md").write_text(as_markdown(record))
+
+
+if __name__ == "__main__":
+    main()
