@@ -72,10 +72,10 @@ class Job:
             ids = torch.tensor([[pad] * (width - len(self.prompts[i])) + self.prompts[i] for i in part])
             mask = torch.tensor([[0] * (width - len(self.prompts[i])) + [1] * len(self.prompts[i]) for i in part])
             extra = {"margin_gate": gate} if gate else {}
-            out = model.generate(ids, attention_mask=mask, **self.call, **extra)[:, width:].tolist()
-            for index, row in zip(part, out, strict=True):
+            out = model.generate(ids, attention_mask=mask, **self.call, **extra, return_dict_in_generate=True)
+            for place, (index, row) in enumerate(zip(part, out.sequences[:, width:].tolist(), strict=True)):
                 end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
-                found[index] = row[:end]
+                found[index] = row[: out.margin_gate.rows[place].new_tokens if gate else end]
         return found
 
     def by_length(self) -> list[int]:

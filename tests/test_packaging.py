@@ -42,3 +42,8 @@ def test_the_wheel_installs_and_decodes(tmp_path: Path) -> None:
     assert result.stdout.startswith("cpu/")
     version = subprocess.run([sys.executable, "-m", "margingate_hf.cli", "--version"], **run).stdout
     assert version.strip() == "margingate-hf 0.1.0"
+    assert {"margingate_hf.pth", "_margingate_lm_eval_hook.py"} <= set(names)
+    # Python runs `.pth` lines of its site directories at start-up; this is the same for a directory of our own.
+    code = "import site, sys; site.addsitedir(sys.argv[1])\nimport lm_eval.models, lm_eval.api.registry as r\n"
+    code += "print('margingate-hf' in r.model_registry, r.get_model('margingate-hf').__name__)"
+    assert subprocess.run([sys.executable, "-c", code, target], **run).stdout.split() == ["True", "MarginGateLM"]

@@ -13,6 +13,12 @@ COVERAGES = ("full", "gated")
 SCHEDULES = ("cost", "margin", "window")
 PRECISIONS = ("float32", "bfloat16")
 MAX_WINDOW = 512
+# Systems of the field as settings of this one; DESIGN section 7 names more than are built.
+PRESETS: dict[str, dict[str, Any]] = {
+    "certified": {},
+    "grouped": {"schedule": "window", "window": 16},
+    "layercast": {"window": 1},
+}
 
 
 @dataclass
@@ -98,6 +104,19 @@ class MarginGateConfig:
                 self.seed = list(self.seed)
             for value in self.seed if isinstance(self.seed, list) else [self.seed]:
                 _integer("seed", value, 0, 2**63 - 1)
+
+    @classmethod
+    def preset(cls, name: str) -> MarginGateConfig:
+        """
+        A named system: `"certified"` (the defaults), `"grouped"` (verify every 16 tokens whatever the margins, after
+        LLM-42, arXiv 2601.17768), `"layercast"` (the verifier decodes alone, in FP32 on 16-bit weights, after
+        LayerCast, NeurIPS 2025). All of them give the same tokens.
+
+        Raises:
+            `ValueError`: another name.
+        """
+        _one_of("preset", name, tuple(PRESETS))
+        return cls(**PRESETS[name])
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MarginGateConfig:

@@ -43,6 +43,7 @@ class DecodeRequest:
         eos: token ids that end a row.
         criteria: custom stopping criteria, asked after every committed token with `[1, length]`.
         keep_logits, keep_scores: record canonical values of every step.
+        stop: asked after every committed token with the row's prompt and its new tokens, whether the row ends there.
         on_commit: called with each committed token, in order (streaming).
         max_rows: rows decoded at once, others wait for a place. `None`: all, and the cache keeps them.
         chunk: prompt tokens that one pass reads. `None`: whole prompts.
@@ -55,6 +56,7 @@ class DecodeRequest:
     cache: MarginGateCache | None = None
     eos: frozenset[int] = frozenset()
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    stop: Callable[[list[int], list[int]], bool] | None = None
     keep_logits: bool = False
     keep_scores: bool = False
     on_commit: Callable[[Row, int], None] | None = None
@@ -310,6 +312,8 @@ class DecodeLoop:
             ids = torch.tensor([[*row.prompt, *row.committed]], device=self.device)
             scores = tuple(score[None] for score in row.scores) or None
             row.done = bool(self.request.criteria(ids, scores).all())
+        if self.request.stop is not None and not row.done:
+            row.done = self.request.stop(row.prompt, row.committed)
         if self.request.on_commit is not None:
             self.request.on_commit(row, token)
 

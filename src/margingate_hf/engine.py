@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,12 @@ class MarginGateEngine:
         self._rows: dict[str, Row] = {}
 
     def iterate(
-        self, inputs: Sequence[Sequence[int]], generation_config: Any = None, progress_bar: bool = False, **kwargs: Any
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: Any = None,
+        progress_bar: bool = False,
+        stop: Callable[[list[int], list[int]], bool] | None = None,
+        **kwargs: Any,
     ) -> Iterator[MarginGateGenerationOutput]:
         """
         Decodes prompts and yields each as it finishes.
@@ -122,6 +127,8 @@ class MarginGateEngine:
             inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding.
             generation_config ([`~transformers.GenerationConfig`], *optional*): as for `generate`.
             progress_bar (`bool`, *optional*, defaults to `False`): show one.
+            stop (`Callable`, *optional*): asked after every committed token with a prompt's ids and its new ones,
+                whether it ends there.
             kwargs: any argument of `generate` that is not about one padded batch: `max_new_tokens`,
                 `stopping_criteria`, `logits_processor`, `stop_strings`, `tokenizer`, ...
 
@@ -140,6 +147,7 @@ class MarginGateEngine:
         samples = len(request.rows) // len(inputs)
         names = {row.index: _name(row.index, samples) for row in request.rows}
         self._rows = {names[row.index]: row for row in request.rows}
+        request.stop = stop
         self._admit_by(request, verifier)
         loop = DecodeLoop(self.model, verifier, request)
         bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
