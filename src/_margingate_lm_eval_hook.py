@@ -26,14 +26,20 @@ def register():
 class Finder:
     """Lets the import of `lm_eval.models` run as ever and registers the model behind it."""
 
+    def __init__(self):
+        self.looking = False
+
     def find_spec(self, name, path=None, target=None):
         """The spec the other finders give, with a loader that registers afterwards."""
-        if name != MODULE:
+        if name != MODULE or self.looking:
             return None
-        sys.meta_path.remove(self)
         from importlib.util import find_spec
 
-        spec = find_spec(name)
+        self.looking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.looking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

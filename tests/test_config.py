@@ -102,3 +102,13 @@ def test_rides_on_a_generation_config(tmp_path: object) -> None:
     config.save_pretrained(tmp_path)
     back = GenerationConfig.from_pretrained(tmp_path)
     assert MarginGateConfig.coerce(back.margin_gate) == MarginGateConfig(window=5, threshold=math.inf)
+
+
+def test_presets() -> None:
+    assert MarginGateConfig.preset("certified") == MarginGateConfig()
+    assert MarginGateConfig.preset("layercast").window == 1
+    assert MarginGateConfig.preset("grouped") == MarginGateConfig(schedule="window", window=16)
+    with pytest.raises(
+        ValueError, match="`preset` must be one of 'certified', 'grouped', 'layercast', got 'certifed'. Did"
+    ):
+        MarginGateConfig.preset("certifed")

@@ -231,11 +231,19 @@ LOOK = (
     "import lm_eval.models\n"
     "from lm_eval.api.registry import model_registry\n"
     "print('margingate-hf' in model_registry, any(isinstance(f, hook.Finder) for f in sys.meta_path))\n"
+    "assert lm_eval.models.__spec__.name == 'lm_eval.models'\n"
 )
 
 
 def test_the_start_up_hook_registers_the_model_and_stands_aside() -> None:
-    assert run_python(LOOK).stdout.split() == ["True", "False"]
+    on = run_python(LOOK)
+    assert on.stdout.split() == ["True", "True"] and on.returncode == 0, on.stderr
+    looked_at_first = run_python(
+        LOOK.replace(
+            "import lm_eval.models", "import importlib.util as u\nu.find_spec('lm_eval.models')\nimport lm_eval.models"
+        )
+    )
+    assert looked_at_first.stdout.split() == ["True", "True"], looked_at_first.stderr
     off = run_python(LOOK, MARGINGATE_NO_LM_EVAL_HOOK="1")
     assert off.stdout.split() == ["False", "False"], off.stderr
     aside = run_python(

@@ -2,9 +2,10 @@
 
 from .cache import MarginGateCache
 from .config import MarginGateConfig
+from .enabling import MarginGateModelForCausalLM, disable, enable
 from .engine import MarginGateEngine, MarginGateGenerationOutput
 from .gate import MarginGateLogitsProcessor
-from .generation import MarginGateGenerationMixin, MarginGateModelForCausalLM, disable, enable
+from .generation import MarginGateGenerationMixin
 from .hint import install_hint
 from .outputs import MarginGateOutput, MarginGateStatistics, RowStatistics
 

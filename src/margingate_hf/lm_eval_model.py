@@ -17,8 +17,8 @@ from lm_eval.utils import hash_string
 from tqdm.auto import tqdm
 
 from .config import MarginGateConfig
+from .enabling import enable
 from .engine import MarginGateEngine, MarginGateGenerationOutput
-from .generation import enable
 from .scoring import score_continuations
 from .verifier import verifier_for
 
@@ -224,7 +224,7 @@ class MarginGateLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """As `hf`, with a number of windows at a time where the batch size is `auto`."""
-        before: Any = self.batch_size_per_gpu
+        before = self.batch_size_per_gpu  # type: ignore[has-type]
         self.batch_size_per_gpu = self.engine.max_rows
         try:
             found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)

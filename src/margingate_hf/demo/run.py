@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..config import MarginGateConfig
-from ..generation import enable
+from ..enabling import enable
 from ..verifier import verifier_for
 from .checkpoint import fetch, quiet_transformers
 from .compare import Decoded, decode_all, divergence

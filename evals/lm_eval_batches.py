@@ -1,0 +1,140 @@
+"""Do lm-eval's responses move with the batch size? `hf` and `margingate-hf` on the same tasks, record by record.
+
+    OMP_NUM_THREADS=2 python -m evals.lm_eval_batches --limit 64
+
+Compares `resps` (texts, log-probabilities to the last bit), not scores: scores agree by luck. Data from `--data-dir` or
+`MARGINGATE_DATA`; see `evals/tasks/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+from margingate_hf.demo.checkpoint import fetch
+from margingate_hf.lm_eval import register
+
+from .machine import as_text, describe
+
+TASKS = ("gsm8k_local", "math500_local", "humaneval_local", "gsm8k_choice")
+HERE = Path(__file__).parent
+
+
+def write_tasks(folder: Path, data: Path) -> None:
+    """Fills the paths into the task files."""
+    choices = folder / "choices.jsonl"
+    with (data / "gsm8k_test.jsonl").open() as lines, choices.open("w") as out:
+        for line in lines:
+            document = json.loads(line)
+            answer = int(re.sub(r"\D", "", document["answer"].split("####")[-1]) or 0)
+            endings = [f" {answer}.", f" {answer + 1}.", f" {answer * 2 + 3}.", f" {max(0, answer - 5)} in all."]
+            out.write(json.dumps({"question": document["question"], "choices": endings}) + "\n")
+    places = {"{LM_EVAL}": str(Path(lm_eval.__file__).parent), "{DATA}": str(data), "{CHOICES}": str(choices)}
+    for file in (HERE / "tasks").glob("*.yaml"):
+        text = file.read_text()
+        for place, path in places.items():
+            text = text.replace(place, path)
+        (folder / file.name).write_text(text)
+
+
+def evaluate(model: str, batch_size: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One run; responses by task, seconds, and what the gate did."""
+    started = time.perf_counter()
+    results = lm_eval.simple_evaluate(
+        model=model,
+        model_args={"pretrained": options.model or str(fetch()), "dtype": "bfloat16"},
+        tasks=options.tasks.split(","),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        batch_size=batch_size,
+        device="cpu",
+        limit=options.limit,
+        gen_kwargs=f"max_gen_toks={options.new_tokens}",
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    seconds = time.perf_counter() - started
+    responses = {task: [sample["resps"] for sample in samples] for task, samples in results["samples"].items()}
+    scores = {
+        task: {k: v for k, v in entry.items() if isinstance(v, float)} for task, entry in results["results"].items()
+    }
+    gate = results["config"].get("margingate", {})
+    return {"responses": responses, "seconds": seconds, "scores": scores, "margingate": gate}
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """Records that differ from batch 1, for each task and model."""
+    sizes = record["batch_sizes"]
+    lines = ["# lm-eval at several batch sizes", "", f"`{record['command']}`", "", f"{as_text(record['machine'])}.", ""]
+    lines += [f"{record['limit']} documents a task, at most {record['new_tokens']} new tokens, 5-shot GSM8K.", ""]
+    lines += ["| task | model | " + " | ".join(f"differ at {size} from {sizes[0]}" for size in sizes[1:]) + " |"]
+    lines += ["|---" * (1 + len(sizes)) + "|"]
+    for task in record["tasks"]:
+        for model, runs in record["runs"].items():
+            cells = [f"{runs[str(size)]['differ'][task]} of {record['records'][task]}" for size in sizes[1:]]
+            lines.append(f"| {task} | {model} | " + " | ".join(cells) + " |")
+    lines += ["", "Seconds of the whole run, loading and the self-test included:", ""]
+    lines += ["| model | " + " | ".join(f"batch {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
+    for model, runs in record["runs"].items():
+        lines.append(f"| {model} | " + " | ".join(f"{runs[str(size)]['seconds']:.0f}" for size in sizes) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--batch-sizes", default="1,4,16")
+    parser.add_argument("--data-dir", default=os.environ.get("MARGINGATE_DATA"))
+    parser.add_argument("--out", type=Path, default=Path("evals/results"))
+    options = parser.parse_args()
+    if not options.data_dir:
+        raise SystemExit("`--data-dir` (or $MARGINGATE_DATA) must name the folder with the JSONL files.")
+    register()
+    sizes = [int(size) for size in options.batch_sizes.split(",")]
+    record: dict[str, Any] = {
+        "command": f"python -m evals.lm_eval_batches --tasks {options.tasks} --limit {options.limit} "
+        f"--new-tokens {options.new_tokens} --batch-sizes {options.batch_sizes}",
+        "machine": describe(),
+        "limit": options.limit,
+        "new_tokens": options.new_tokens,
+        "batch_sizes": sizes,
+        "tasks": options.tasks.split(","),
+        "runs": {},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tasks(folder, Path(options.data_dir).resolve())
+        for model in ("hf", "margingate-hf"):
+            runs: dict[str, Any] = {}
+            first: dict[str, list] = {}
+            for size in sizes:
+                run = evaluate(model, size, folder, options)
+                responses = run.pop("responses")
+                first = first or responses
+                run["differ"] = {
+                    task: sum(a != b for a, b in zip(first[task], responses[task], strict=True)) for task in responses
+                }
+                runs[str(size)] = run
+                record["records"] = {task: len(found) for task, found in responses.items()}
+            record["runs"][model] = runs
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "lm_eval.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    (options.out / "lm_eval.md").write_text(as_markdown(record))
+    print(as_markdown(record))
+    if any(any(run["differ"].values()) for run in record["runs"]["margingate-hf"].values()):
+        raise SystemExit("margingate-hf gave other responses at another batch size")
+
+
+if __name__ == "__main__":
+    main()
