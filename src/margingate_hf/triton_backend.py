@@ -215,4 +215,4 @@ def top2_margin(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if scores.dtype == torch.float64:
         scores = scores.float()
     found = kernels.top2(scores.reshape(-1, scores.shape[-1]).contiguous())
-    return found.tokens.view(scores.shape[:-1]), found.margins.view(scores.shape[:-1])
+    return found.tokens.reshape(scores.shape[:-1]), found.margins.reshape(scores.shape[:-1])
