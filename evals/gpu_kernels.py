@@ -219,6 +219,12 @@ class Ragged:
 
     def run(self, rows: list[int], offset: int, count: int, capacity: int, **options: Any) -> torch.Tensor:
         """Queries `offset ... offset + count` of each row's window, `[rows, count, heads, dim]`."""
+        return self.prepared(rows, offset, count, capacity, **options)().unflatten(0, (len(rows), count))
+
+    def prepared(
+        self, rows: list[int], offset: int, count: int, capacity: int, **options: Any
+    ) -> Callable[[], torch.Tensor]:
+        """The same as a call whose inputs are there already, for timing."""
         together = 16 // kernels.group_tile(self.shapes.heads // self.shapes.kv_heads)
         starts = [self.shapes.contexts[row] - self.shapes.window + offset for row in rows]
         tiles = [
@@ -227,17 +233,16 @@ class Ragged:
             for i in range(0, count, together)
         ]
         positions = torch.cat([torch.arange(start, start + count, device=self.device) for start in starts])
-        return kernels.ragged_attention(
-            torch.cat([self.queries[row][start : start + count] for row, start in zip(rows, starts, strict=True)]),
-            self.store(self.keys, rows, capacity),
-            self.store(self.values, rows, capacity),
-            torch.tensor(tiles, dtype=torch.int32, device=self.device),
-            torch.arange(len(rows), device=self.device).repeat_interleave(count),
-            positions,
-            max(starts) + count,
-            self.shapes.dim**-0.5,
-            **options,
-        ).unflatten(0, (len(rows), count))
+        query = torch.cat([self.queries[row][start : start + count] for row, start in zip(rows, starts, strict=True)])
+        keys, values = self.store(self.keys, rows, capacity), self.store(self.values, rows, capacity)
+        if options.get("precision") == "bfloat16":  # the fast path reads the first plane alone
+            keys, values = keys[:1], values[:1]
+        tiled = torch.tensor(tiles, dtype=torch.int32, device=self.device)
+        slots = torch.arange(len(rows), device=self.device).repeat_interleave(count)
+        length, scaling = max(starts) + count, self.shapes.dim**-0.5
+        return lambda: kernels.ragged_attention(
+            query, keys, values, tiled, slots, positions, length, scaling, **options
+        )
 
 
 def attention_bits(shapes: Shapes, device: torch.device) -> list[Row]:
@@ -320,27 +325,40 @@ def other_bits(shapes: Shapes, device: torch.device) -> list[Row]:
 
 
 def other_times(shapes: Shapes, device: torch.device) -> list[Row]:
-    """Attention, row kernels and top-2: time, and bytes a second of what must be read."""
+    """Attention, row kernels, top-2 and column repair: time, and its share of reading and writing what must be."""
     clock = Clock(device)
+    bandwidth = ceilings(shapes, device)[0]["value"]
+    found: list[Row] = []
+
+    def add(name: str, nbytes: int, work: Callable[[], object]) -> None:
+        microseconds = clock.microseconds(work)
+        share = nbytes / bandwidth / 1e6 / microseconds
+        found.append({"kernel": name, "us": microseconds, "share of copy bandwidth": share})
+
     ragged = Ragged(shapes, device)
-    found = []
     rows = [max(range(len(shapes.contexts)), key=lambda r: shapes.contexts[r])]
     context = shapes.contexts[rows[0]]
     for batch, queries in ((1, 1), (1, 8), (8, 1), (8, 8)):
-        repeated = rows * batch
-        microseconds = clock.microseconds(
-            lambda n=repeated, q=queries: ragged.run(n, 0, min(q, shapes.window), context)
-        )
-        name = f"attention and its set-up, {batch} rows of {context}, {queries} queries"
-        found.append({"kernel": name, "us": microseconds})
+        count = min(queries, shapes.window)
+        planes = batch * context * shapes.kv_heads * shapes.dim * 2 * 2  # keys and values, BF16
+        for precision, read in (("float32", 2 * planes), ("bfloat16", planes)):
+            work = ragged.prepared(rows * batch, 0, count, context, precision=precision)
+            add(f"attention, {precision}, {batch} rows of {context}, {count} queries", read, work)
     x = torch.randn(8, shapes.vocabulary, device=device)
-    for name, function in (
-        ("top2", kernels.top2),
-        ("torch.topk", lambda x: x.topk(2)),
-        ("log_softmax", kernels.log_softmax),
-    ):
-        microseconds = clock.microseconds(lambda function=function: function(x))
-        found.append({"kernel": f"{name}, 8 rows of {shapes.vocabulary}", "us": microseconds})
-    hidden = torch.randn(8, 4096, device=device)
-    found.append({"kernel": "rms_norm, 8 rows of 4096", "us": clock.microseconds(lambda: kernels.rms_norm(hidden))})
+    size = x.numel() * 4
+    add(f"top2, 8 rows of {shapes.vocabulary}", size, lambda: kernels.top2(x))
+    add(f"torch.topk, 8 rows of {shapes.vocabulary}", size, lambda: x.topk(2))
+    add(f"softmax, 8 rows of {shapes.vocabulary}", 2 * size, lambda: kernels.softmax(x))
+    add(f"log_softmax, 8 rows of {shapes.vocabulary}", 2 * size, lambda: kernels.log_softmax(x))
+    hidden = torch.randn(64, 32 * shapes.dim, device=device)
+    add(f"rms_norm, 64 rows of {hidden.shape[1]}", 2 * hidden.numel() * 4, lambda: kernels.rms_norm(hidden))
+    add(f"layer_norm, 64 rows of {hidden.shape[1]}", 2 * hidden.numel() * 4, lambda: kernels.layer_norm(hidden))
+    states = torch.randn(64, shapes.kv_heads, shapes.dim, device=device)
+    cache = torch.zeros(2, 8, shapes.kv_heads, 256, shapes.dim, device=device, dtype=torch.bfloat16)
+    places = torch.arange(64, device=device)
+    add(
+        "repair_columns, 64 tokens, two planes",
+        states.numel() * 8,
+        lambda: kernels.repair_columns(states, cache[0], cache[1], places % 8, places),
+    )
     return found
