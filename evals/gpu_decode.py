@@ -65,8 +65,8 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
 
 def pass_against_step(model: Any, device: torch.device, context: int, counts: tuple[tuple[int, int], ...]) -> list[Row]:
     """
-    A verifier pass over `rows x tokens` and a stock decode step of as many rows, eager and captured; and the time the
-    weights' read alone would take at the copy bandwidth of `ceilings`.
+    A verifier pass over `rows x tokens` and a stock decode step of as many rows, eager and captured, and the bytes of
+    weights that either reads.
     """
     clock = Clock(device)
     verifier = verifier_for(model, MarginGateConfig())
@@ -104,7 +104,6 @@ def _verifier_pass(model: Any, verifier: Verifier, rows: int, tokens: int, conte
     cache.reserve(context + tokens)
     geometry = verify_geometry([Segment(slot, context, [7] * tokens) for slot in range(rows)], verifier.device)
     ids = torch.full((1, rows * tokens), 7, device=verifier.device)
-    _ = geometry.tiles(16 // 4), geometry.positions  # built outside a capture
 
     def work() -> object:
         with verifier.scope(geometry):
@@ -126,7 +125,7 @@ def certified_against_stock(model: Any, device: torch.device, prompt: int, new_t
     seconds: dict[str, float] = {}
     for name, gate in systems.items():
         call = dict(max_new_tokens=new_tokens, do_sample=False, margin_gate=gate, return_dict_in_generate=True)
-        model.generate(ids[:, :], **{**call, "max_new_tokens": 2})  # compiles
+        model.generate(ids, **{**call, "max_new_tokens": 2})  # compiles
         _synchronise(device)
         started = time.perf_counter()
         together = model.generate(ids, **call)

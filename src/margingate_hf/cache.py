@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .dispatch import implementation
 from .fixed_plan import fixed_plan
-from .geometry import KV_BLOCK, VerifyGeometry, current_geometry
+from .geometry import VerifyGeometry, current_geometry, whole_blocks
 from .planes import round_to_planes
 from .stores import ColumnStore
 
@@ -178,7 +178,7 @@ class MarginGateCache(DynamicCache):
     def reserve(self, length: int) -> None:
         """Makes room for `length` columns a row, by whole blocks."""
         if length > self.capacity:
-            self.capacity = -(-length // KV_BLOCK) * KV_BLOCK
+            self.capacity = whole_blocks(length)
             for layer in self.layers:
                 layer.grow()
 
@@ -216,19 +216,21 @@ class MarginGateCache(DynamicCache):
     @property
     def column_bytes(self) -> int:
         """Bytes of one column of one row over all layers; 0 before the first pass."""
-        stores = [store for layer in self.layers for store in layer.stores or ()]
-        return sum(store.nbytes for store in stores) // max(1, self.rows * self.capacity)
+        return sum(store.nbytes for store in self._stores()) // max(1, self.rows * self.capacity)
 
     def clear(self, slot: int) -> None:
         """Empties a row for another text."""
         self.rollback(slot, 0)
-        for layer in self.layers:
-            for store in layer.stores or ():
-                store.clear(slot)
+        for store in self._stores():
+            store.clear(slot)
 
     def export_columns(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
-        return [store.export(slot, start, stop) for layer in self.layers for store in layer.stores or ()]
+        return [store.export(slot, start, stop) for store in self._stores()]
+
+    def _stores(self) -> list[ColumnStore]:
+        """For each layer keys, then values; none before the first pass."""
+        return [store for layer in self.layers for store in layer.stores or ()]
 
     def load_columns(self, slot: int, start: int, columns: Sequence[torch.Tensor]) -> None:
         """

@@ -228,7 +228,6 @@ class DecodeLoop:
             blocks = prefixes.find(row.prompt, long, len(row.prompt) - 1)
             copied = prefixes.load(self.cache, row.slot, blocks, row.read)
             row.read, row.reused, left = row.read + copied, row.reused + copied, left - copied
-            prefixes.hits += copied
         mine = block_keys(row.prompt, row.read)
         if mine and mine[0] in claimed:
             return 0

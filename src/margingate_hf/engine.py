@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from .config import MarginGateConfig
 from .decode import DecodeLoop, DecodeRequest
+from .geometry import whole_blocks
 from .interfaces import installed
 from .outputs import MarginGateStatistics
 from .prefix import PREFIX_BLOCK, PrefixStore
@@ -184,11 +185,10 @@ class MarginGateEngine:
         length = max(len(row.prompt) + row.limit for row in request.rows)
         places = self.max_rows
         if self.kv_bytes is not None:
-            fit = self.kv_bytes // (verifier.column_bytes * -(-length // 128) * 128)
-            if fit < 1:
-                needed = verifier.column_bytes * -(-length // 128) * 128
+            needed = verifier.column_bytes * whole_blocks(length)
+            if needed > self.kv_bytes:
                 raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {length} columns takes {needed} bytes")
-            places = min(places, fit)
+            places = min(places, self.kv_bytes // needed)
         request.max_rows, request.chunk, request.isolate = places, self.chunk, True
         request.prefixes = self.prefixes if self.prefixes.budget else None
         if self.order == "longest":

@@ -21,6 +21,11 @@ KV_BLOCK = 128
 QUERY_TILE = 8
 
 
+def whole_blocks(length: int) -> int:
+    """`length` positions rounded up to whole K/V blocks."""
+    return -(-length // KV_BLOCK) * KV_BLOCK
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive tokens of one cache row: `tokens[i]` stands at position `start + i`."""

@@ -104,6 +104,7 @@ class PrefixStore:
         columns = [torch.cat(parts, dim=-2) for parts in zip(*(block.columns for block in fresh), strict=True)]
         cache.load_columns(slot, held, columns)
         cache.extend(slot, held, [token for block in fresh for token in block.tokens], verified=True)
+        self.hits += stop - held
         return stop - held
 
     def keep(self, cache: MarginGateCache, slot: int) -> None:

@@ -119,7 +119,6 @@ def _read(verifier: Verifier, cache: MarginGateCache, tokens: list[int], prefixe
     if prefixes is not None:
         blocks = prefixes.find(tokens, cache.long_rows[0], len(tokens))
         held = prefixes.load(cache, 0, blocks, 0)
-        prefixes.hits += held
         prefixes.misses += len(tokens) - held
     if held < len(tokens):
         verifier.run(cache, [Segment(0, held, tokens[held:])], keep=[0])

@@ -135,19 +135,9 @@ def verify_attention(
         `torch.Tensor` of shape `[1, tokens, heads, value_dim]`, float32.
     """
     keys, values = _planes(keys), _planes(values)
-    return kernels.ragged_attention(
-        _flat(query[0].transpose(0, 1)),
-        keys,
-        values,
-        geometry.tiles(_positions_a_tile(query, keys)),
-        geometry.slots,
-        geometry.positions,
-        geometry.length,
-        scaling,
-        sliding_window,
-        softcap,
-        sinks,
-    )[None]
+    together = kernels.attention.QUERY_ROWS // kernels.group_tile(query.shape[1] // keys.shape[2])
+    flat, tiles = query[0].transpose(0, 1), geometry.tiles(together)
+    return _attend(flat, keys, values, geometry, tiles, "float32", scaling, sliding_window, softcap, sinks)[None]
 
 
 def decode_attention(
@@ -173,20 +163,9 @@ def decode_attention(
         `torch.Tensor` of shape `[rows, 1, heads, value_dim]`, the model's dtype.
     """
     keys, values = _planes(keys), _planes(values)
-    out = kernels.ragged_attention(
-        _flat(query[:, :, 0]),
-        keys,
-        values,
-        geometry.tiles,
-        geometry.slots,
-        geometry.positions,
-        geometry.length,
-        scaling,
-        sliding_window,
-        softcap,
-        sinks,
-        precision="bfloat16" if keys.dtype == torch.bfloat16 else "float32",
-    )
+    precision = "bfloat16" if keys.dtype == torch.bfloat16 else "float32"
+    flat, tiles = query[:, :, 0], geometry.tiles
+    out = _attend(flat, keys, values, geometry, tiles, precision, scaling, sliding_window, softcap, sinks)
     return out.to(query.dtype)[:, None]
 
 
@@ -197,12 +176,23 @@ def _planes(store: torch.Tensor) -> torch.Tensor:
     return (store if fits else store.contiguous())[None]
 
 
-def _flat(query: torch.Tensor) -> torch.Tensor:
-    return query if query.stride(-1) == 1 else query.contiguous()
-
-
-def _positions_a_tile(query: torch.Tensor, keys: torch.Tensor) -> int:
-    return kernels.attention.QUERY_ROWS // kernels.group_tile(query.shape[1] // keys.shape[2])
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    geometry: VerifyGeometry | DecodeGeometry,
+    tiles: torch.Tensor,
+    precision: str,
+    scaling: float,
+    *options: Any,
+) -> torch.Tensor:
+    """The kernel on flat queries `[tokens, heads, dim]`; `options` are sliding window, soft cap and sinks."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    window, softcap, sinks = options
+    slots, positions, length = geometry.slots, geometry.positions, geometry.length
+    return kernels.ragged_attention(
+        query, keys, values, tiles, slots, positions, length, scaling, window, softcap, sinks, precision
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

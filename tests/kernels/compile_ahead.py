@@ -102,7 +102,6 @@ def _attend(arch: int, dtype: str, planes: int, dim: int, pieces: int, softcap: 
     constants = {"GROUP": 4, "GROUP_TILE": 4, "DIM": dim, "VALUE_DIM": dim, "D": padded, "DV": padded}
     constants |= {"BLOCK": launch.block, "SPLIT": launch.split, "PIECES": pieces, "PLANES": planes}
     constants |= {"BF16": dtype == "bf16", "SOFTCAP": softcap, "TENSOR_CORES": True}
-    constants |= {f"C{i}": value for i, value in enumerate(attention.TANH)}
     return dict(
         function=attention.attend_kernel,
         signature=signature,

@@ -16,7 +16,8 @@ from .pieces import bits_to_float, dot_pieces, round_to_bf16, split3
 QUERY_ROWS = 16  # (position, head) pairs of one tensor-core product
 
 # tanh(x) / x in powers of x^2 on |x| <= 0.6: least squares at Chebyshev nodes, relative error 2.6e-9.
-TANH = (0.9999999974, -0.33333282105, 0.13331663695, -0.05376675837, 0.02074749396, -0.00584538962)
+C0, C1, C2 = tl.constexpr(0.9999999974), tl.constexpr(-0.33333282105), tl.constexpr(0.13331663695)
+C3, C4, C5 = tl.constexpr(-0.05376675837), tl.constexpr(0.02074749396), tl.constexpr(-0.00584538962)
 
 
 @triton.jit
@@ -54,8 +55,7 @@ def _pieces(x, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr,
-          C5: tl.constexpr):  # fmt: skip
+def _tanh(x):
     """`tanh`: a polynomial near 0, `1 - 2 / (exp(2|x|) + 1)` beyond, where nothing cancels."""
     z = x * x
     small = x * (C0 + z * (C1 + z * (C2 + z * (C3 + z * (C4 + z * C5)))))
@@ -100,12 +100,6 @@ def attend_kernel(
     PLANES: tl.constexpr,
     BF16: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    C0: tl.constexpr,
-    C1: tl.constexpr,
-    C2: tl.constexpr,
-    C3: tl.constexpr,
-    C4: tl.constexpr,
-    C5: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
 ):
     """
@@ -163,7 +157,7 @@ def attend_kernel(
         zero = tl.zeros((16, BLOCK), tl.float32)
         scores = _product(q_hi, q_mid, q_lo, k_at, k_plane_stride, k_mask, zero, PIECES, PLANES, BF16, TENSOR_CORES)
         if SOFTCAP:
-            scores = softcap * _tanh(tl.div_rn(scores, tl.zeros_like(scores) + softcap), C0, C1, C2, C3, C4, C5)
+            scores = softcap * _tanh(tl.div_rn(scores, tl.zeros_like(scores) + softcap))
         seen = (p[None, :] <= query[:, None]) & (p[None, :] > query[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -361,7 +355,6 @@ def ragged_attention(
         PLANES=keys.shape[0],
         BF16=keys.dtype == torch.bfloat16,
         SOFTCAP=softcap is not None,
-        **dict(zip(("C0", "C1", "C2", "C3", "C4", "C5"), TANH)),  # noqa: B905 (Python 3.9)
         TENSOR_CORES=not interpreted(),
         num_warps=table.num_warps,
         num_stages=table.num_stages,
