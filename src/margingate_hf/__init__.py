@@ -1,6 +1,7 @@
 """Batch-invariant greedy decoding for Hugging Face Transformers."""
 
 from .cache import MarginGateCache
+from .calibration_record import MarginGateCalibration
 from .config import MarginGateConfig
 from .enabling import MarginGateModelForCausalLM, disable, enable
 from .engine import MarginGateEngine, MarginGateGenerationOutput
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MarginGateCache",
+    "MarginGateCalibration",
     "MarginGateConfig",
     "MarginGateEngine",
     "MarginGateGenerationMixin",

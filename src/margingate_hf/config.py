@@ -10,14 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 COVERAGES = ("full", "gated")
-SCHEDULES = ("cost", "margin", "window")
+SCHEDULES = ("cost", "margin", "window", "step")
 PRECISIONS = ("float32", "bfloat16")
+REFERENCES = ("fp32", "alone")
 MAX_WINDOW = 512
-# Systems of the field as settings of this one; DESIGN section 7 names more than are built.
-PRESETS: dict[str, dict[str, Any]] = {
+MAX_ROWS = 65_536
+# Systems of the field as settings of this one; `None` is stock `generate`.
+PRESETS: dict[str, dict[str, Any] | None] = {
     "certified": {},
+    "paper": {"coverage": "gated", "rows_per_pass": 1},
+    "always": {"schedule": "step", "rows_per_pass": 1},
     "grouped": {"schedule": "window", "window": 16},
     "layercast": {"window": 1},
+    "invariant": {"window": 1, "precision": "bfloat16"},
+    "off": None,
 }
 
 
@@ -27,7 +33,8 @@ class MarginGateConfig:
     Settings of margin-gated, batch-invariant greedy decoding.
 
     With `coverage="full"` no setting but `kv_planes` and `precision` can change a token: the others decide
-    only *when* the verifier runs, that is, how fast the same text appears.
+    only *when* the verifier runs, that is, how fast the same text appears. With `coverage="gated"` the guarantee is
+    statistical.
 
     Args:
         threshold (`float`, *optional*, defaults to 0.5):
@@ -35,17 +42,27 @@ class MarginGateConfig:
             step (MarginGate, arXiv 2605.30218, abstract). `0` flags none, `math.inf` flags all.
         coverage (`str`, *optional*, defaults to `"full"`):
             `"full"`: every position is verified before it is committed, the text is exactly the canonical one.
-            `"gated"`: only low-margin steps are, as in the paper. Not available yet.
+            `"gated"`: only low-margin steps are, as in the paper (abstract): such a step is computed again at once, on
+            the cache as it stands, and where the token was wrong, it and the step's K/V column are replaced. Wide steps
+            and prompts are trusted to the fast path, and the cache keeps the model's own dtype.
+        reference (`str`, *optional*, defaults to `"fp32"`):
+            Under `coverage="gated"`, what a low-margin step is computed again by: `"fp32"`: the verifier; `"alone"`:
+            the same 16-bit step as a batch of one.
         window (`int`, *optional*, defaults to 8):
             Tokens of one row that one verifier pass may cover. `1` decodes by the verifier alone.
         schedule (`str`, *optional*, defaults to `"cost"`):
             When to run a pass. `"window"`: a row's window is full or a row would end. `"margin"`: also when a row has
             `low_margin_limit` low-margin steps pending. `"cost"`: also as soon as one more draft would cost more time
             than it is expected to save, by the margins of the pending drafts and the times measured on this machine.
+            `"step"`: after every step, that step's own token (always-on verification).
+        rows_per_pass (`int`, *optional*):
+            Rows that one verifier pass may cover. `None`: all that have something pending. `1` verifies each alone.
         low_margin_limit (`int`, *optional*, defaults to 3):
             Pending low-margin steps in one row that start a pass under `schedule="margin"`.
         precision (`str`, *optional*, defaults to `"float32"`):
-            Arithmetic of the verifier. `"bfloat16"` is not available yet.
+            Arithmetic of the verifier. `"bfloat16"` rounds the operands of every linear layer but the head to BF16 and
+            accumulates in FP32: as invariant, its text is its own, cheaper where the processor multiplies BF16. For
+            models in BF16.
         kv_planes (`int`, *optional*, defaults to 2):
             Format of committed keys and values, in planes of the model's own dtype: `1` rounds them to it, `2` keeps
             hi + lo, `3` keeps exact FP32.
@@ -58,18 +75,26 @@ class MarginGateConfig:
         seed (`int` or `list[int]`, *optional*):
             Seed of `do_sample=True`: one for all prompts or one a prompt. The noise of a token depends on the seed, the
             sample's index within its prompt, the position and the token id, never on the batch.
+        calibration (`dict` or `str`, *optional*):
+            A calibration record, or the file or folder that holds its `margin_gate.json`, see
+            [`MarginGateCalibration`]. The cost schedule takes its flip probabilities, a gated run reports its bound,
+            and a model it was not made with is warned of. It does not set `threshold`;
+            [`MarginGateCalibration.config`] sets both.
     """
 
     threshold: float = 0.5
     coverage: str = "full"
+    reference: str = "fp32"
     window: int = 8
     schedule: str = "cost"
+    rows_per_pass: int | None = None
     low_margin_limit: int = 3
     precision: str = "float32"
     kv_planes: int = 2
     strict: bool = True
     resident_weights: bool | None = None
     seed: int | list[int] | None = None
+    calibration: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -92,7 +117,10 @@ class MarginGateConfig:
         _one_of("coverage", self.coverage, COVERAGES)
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("reference", self.reference, REFERENCES)
         _integer("window", self.window, 1, MAX_WINDOW)
+        if self.rows_per_pass is not None:
+            _integer("rows_per_pass", self.rows_per_pass, 1, MAX_ROWS)
         _integer("low_margin_limit", self.low_margin_limit, 1, MAX_WINDOW)
         _integer("kv_planes", self.kv_planes, 1, 3)
         if not isinstance(self.strict, bool):
@@ -104,19 +132,30 @@ class MarginGateConfig:
                 self.seed = list(self.seed)
             for value in self.seed if isinstance(self.seed, list) else [self.seed]:
                 _integer("seed", value, 0, 2**63 - 1)
+        if self.calibration is not None and not isinstance(self.calibration, (dict, str)):
+            raise TypeError(f"`calibration` must be a record (dict) or a path, got {self.calibration!r}.")
 
     @classmethod
-    def preset(cls, name: str) -> MarginGateConfig:
+    def preset(cls, name: str) -> MarginGateConfig | None:
         """
-        A named system: `"certified"` (the defaults), `"grouped"` (verify every 16 tokens whatever the margins, after
-        LLM-42, arXiv 2601.17768), `"layercast"` (the verifier decodes alone, in FP32 on 16-bit weights, after
-        LayerCast, NeurIPS 2025). All of them give the same tokens.
+        A system of the field by name.
+
+        - `"certified"`: the defaults.
+        - `"paper"`: MarginGate (arXiv 2605.30218), each low-margin step recomputed alone. Statistical.
+        - `"always"`: always-on verification, every step of every row alone, as that paper draws its baseline.
+        - `"grouped"`: verify every 16 tokens whatever the margins (LLM-42, arXiv 2601.17768).
+        - `"layercast"`: the verifier decodes alone, FP32 on 16-bit weights (LayerCast, NeurIPS 2025).
+        - `"invariant"`: the verifier decodes alone, 16-bit operands (batch-invariant operators).
+        - `"off"`: `None`, stock `generate`.
+
+        `"certified"`, `"always"`, `"grouped"` and `"layercast"` give the same tokens.
 
         Raises:
             `ValueError`: another name.
         """
         _one_of("preset", name, tuple(PRESETS))
-        return cls(**PRESETS[name])
+        fields = PRESETS[name]
+        return None if fields is None else cls(**fields)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MarginGateConfig:

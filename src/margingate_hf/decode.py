@@ -18,10 +18,10 @@ import torch
 from transformers import StoppingCriteriaList
 
 from .cache import MarginGateCache
+from .calibration_record import flip_estimate
 from .config import MarginGateConfig
 from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
-from .interfaces import installed
 from .outputs import MarginGateStatistics, RowStatistics
 from .prefix import PREFIX_BLOCK, PrefixStore, block_keys
 from .rope import needs_long_table
@@ -66,34 +66,15 @@ class DecodeRequest:
     isolate: bool = False
 
 
-def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[MarginGateCache, MarginGateStatistics]:
-    """
-    Runs the rows of `request` to their ends; their `committed` lists hold the result.
-
-    Args:
-        model (`PreTrainedModel`): the model; its own forward is the fast path.
-        verifier ([`Verifier`]): self-tested verifier of the same model.
-
-    Returns:
-        `(cache, statistics)`, the cache's rows in the order of `request.rows`.
-    """
-    loop = DecodeLoop(model, verifier, request)
-    try:
-        with torch.no_grad(), installed(model):
-            while loop.unfinished:
-                loop.step()
-    finally:
-        loop.restore_cache()
-    return loop.cache, loop.totals()
-
-
 class DecodeLoop:
     """
     Rows on their way through fast steps and verifier passes. Rows are admitted and retired between passes; since a
     row's bits depend on its own text alone, neither can change another's.
 
     Args:
-        model, verifier, request: as for [`decode`].
+        model (`PreTrainedModel`): the model; its own forward is the fast path.
+        verifier ([`Verifier`]): self-tested verifier of the same model.
+        request ([`DecodeRequest`]): the rows; their `committed` lists hold the result.
     """
 
     def __init__(self, model: Any, verifier: Verifier, request: DecodeRequest):
@@ -108,14 +89,18 @@ class DecodeLoop:
         self.finished: list[Row] = []
         places = len(self.rows) if request.max_rows is None else min(request.max_rows, len(self.rows))
         cache = request.cache
-        self.cache = verifier.new_cache(places, self.config.kv_planes) if cache is None else cache
+        self.cache = self._new_cache(places) if cache is None else cache
         if request.prefixes is not None:
             request.prefixes.bind(self.cache)
+        self.flips, self.notes = flip_estimate(self.config, verifier)
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
             fingerprint=verifier.store.fingerprint,
             config=self.config.to_dict(),
         )
+
+    def _new_cache(self, places: int) -> MarginGateCache:
+        return self.verifier.new_cache(places, self.config.kv_planes)
 
     @property
     def unfinished(self) -> bool:
@@ -124,7 +109,7 @@ class DecodeLoop:
 
     def step(self) -> list[Row]:
         """
-        Admits rows to free places, drafts unless a prompt is to be read, and runs one pass.
+        Admits rows to free places and takes them forward.
 
         Returns:
             The rows that have ended, in no particular order.
@@ -132,12 +117,16 @@ class DecodeLoop:
         for row in [row for row in (*self.waiting, *self.active) if row.cancelled]:
             self._end(row)
         self._admit()
+        self._advance()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _advance(self) -> None:
+        """Drafts unless a prompt is to be read, and runs one pass."""
         if all(row.committed for row in self.active):
             self._draft()
         if self.active:
             self._verify()
-        finished, self.finished = self.finished, []
-        return finished
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.cache.rows:
@@ -157,16 +146,26 @@ class DecodeLoop:
             [self._pending(row) for row in self.active], self.config, meter.costs()
         ):
             began = time.perf_counter()
-            self._fast_step()
+            self._draft_tokens()
             meter.steps.add(len(self.active), time.perf_counter() - began)
             for row in [row for row in self.active if row.done]:  # its own processor has failed
                 self._end(row)
         self.statistics.decode_seconds += time.perf_counter() - started
 
     def _verify(self) -> None:
-        """One pass: every decoding row's pending tokens, and what the rows before them have left of prompts to read."""
-        started = time.perf_counter()
+        """
+        Every decoding row's pending tokens and what the others have left of their prompts, in one pass unless the
+        caller wants fewer rows in each.
+        """
         parts = self._parts()
+        size = self.config.rows_per_pass or len(parts)
+        for start in range(0, len(parts), size):
+            self._pass(parts[start : start + size])
+        for row in [row for row in self.active if row.done]:
+            self._end(row)
+
+    def _pass(self, parts: list[tuple[Row, list[int], int]]) -> None:
+        started = time.perf_counter()
         segments = [Segment(row.slot, row.verified, tokens) for row, tokens, _ in parts]
         counts = [kept for *_, kept in parts]
         logits = self.verifier.run(self.cache, segments, keep=counts)
@@ -179,8 +178,6 @@ class DecodeLoop:
                     self.request.prefixes.keep(self.cache, row.slot)
             if len(piece):
                 self._guarded(row, self._commit, piece)
-        for row in [row for row in self.active if row.done]:
-            self._end(row)
         seconds = time.perf_counter() - started
         self.statistics.prefill_tokens += prompt_tokens
         self.statistics.verified_tokens += decoded
@@ -200,10 +197,11 @@ class DecodeLoop:
         """
         parts: list[tuple[Row, list[int], int]] = []
         room = self.request.chunk or sum(len(row.prompt) for row in self.active)
+        beyond = self.config.schedule != "step"
         claimed: set[int] = set()
         for row in self.active:
             if row.committed:
-                tokens = row.pending()
+                tokens = row.pending(beyond)
                 parts.append((row, tokens, len(tokens)))
                 continue
             left = self._claim(row, claimed)
@@ -251,7 +249,13 @@ class DecodeLoop:
         )
         return Pending(len(row.drafts), row.low, would_end, row.survival, row.expected)
 
-    def _fast_step(self) -> None:
+    def _draft_tokens(self) -> None:
+        logits = self._fast_step()
+        for row, token, margin in zip(self.active, *self._best(self.active, logits), strict=True):
+            row.add_draft(token, margin, self.config.threshold, self.flips)
+
+    def _fast_step(self) -> torch.Tensor:
+        """One token more in every active row's cache; logits `[rows, vocabulary]`, the model's dtype."""
         device = self.device
         tokens = [row.last for row in self.active]
         positions = [row.verified + len(row.drafts) for row in self.active]
@@ -267,14 +271,14 @@ class DecodeLoop:
             ).logits[:, -1]
         for row, position, token in zip(self.active, positions, tokens, strict=True):
             self.cache.extend(row.slot, position, [token], verified=False)
-        for row, token, margin in zip(self.active, *self._best(logits), strict=True):
-            row.add_draft(token, margin, self.config.threshold)
         self.statistics.fast_steps += 1
         self.statistics.row_steps += len(self.active)
+        return logits
 
-    def _best(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        if not all(row.is_plain for row in self.active):
-            scores = [self._guarded(row, self._scores, piece) for row, piece in zip(self.active, logits, strict=True)]
+    def _best(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Best token and margin of each row's step, `logits` `[rows, vocabulary]`, any floating dtype."""
+        if not all(row.is_plain for row in rows):
+            scores = [self._guarded(row, self._scores, piece) for row, piece in zip(rows, logits, strict=True)]
             logits = torch.stack(
                 [piece.float() if found is None else found for found, piece in zip(scores, logits, strict=True)]
             )
@@ -289,28 +293,33 @@ class DecodeLoop:
     def _commit(self, row: Row, logits: torch.Tensor) -> None:
         """Compares, commits and rolls back a row; `logits` is `[pending tokens, vocabulary]`."""
         canonical = _Canonical(row, logits)
-        decision = compare(row.drafts, canonical)
+        decision = compare(row.drafts, canonical, beyond=len(logits) > len(row.drafts))
+        row.repaired += len(row.drafts)
         row.flips += decision.flipped
         row.wasted += decision.wasted
         row.drop_drafts()
         for index, token in enumerate(decision.committed):
-            self._commit_token(row, token, index, canonical)
+            scores = canonical.scores(index) if self.request.keep_scores else None
+            self._commit_token(row, token, canonical.margins[index], canonical.logits[index], scores)
             if row.done:
                 break
         self.cache.rollback(row.slot, row.verified)
 
-    def _commit_token(self, row: Row, token: int, index: int, canonical: _Canonical) -> None:
+    def _commit_token(
+        self, row: Row, token: int, margin: float, logits: torch.Tensor, scores: torch.Tensor | None
+    ) -> None:
+        """Hands out one token; `logits` and, where they are kept, processed `scores` are `[vocabulary]`."""
         row.committed.append(token)
-        row.margins.append(canonical.margins[index])
+        row.margins.append(margin)
         if self.request.keep_logits:
-            row.logits.append(canonical.logits[index].clone())
-        if self.request.keep_scores:
-            row.scores.append(canonical.scores(index).clone())
+            row.logits.append(logits.clone())
+        if scores is not None:
+            row.scores.append(scores.clone())
         row.done = token in self.request.eos or len(row.committed) >= row.limit
         if self.request.criteria and not row.done:
             ids = torch.tensor([[*row.prompt, *row.committed]], device=self.device)
-            scores = tuple(score[None] for score in row.scores) or None
-            row.done = bool(self.request.criteria(ids, scores).all())
+            held = tuple(score[None] for score in row.scores) or None
+            row.done = bool(self.request.criteria(ids, held).all())
         if self.request.stop is not None and not row.done:
             row.done = self.request.stop(row.prompt, row.committed)
         if self.request.on_commit is not None:
@@ -351,14 +360,21 @@ class DecodeLoop:
         for row in self.rows:
             total.rows.append(
                 RowStatistics(
-                    len(row.prompt), len(row.committed), row.low_margin_steps, row.flips, row.wasted, row.margins
+                    len(row.prompt),
+                    len(row.committed),
+                    row.low_margin_steps,
+                    row.flips,
+                    row.wasted,
+                    row.margins,
+                    row.repaired,
                 )
             )
         total.low_margin_steps = sum(row.low_margin_steps for row in total.rows)
         total.flips = sum(row.flips for row in total.rows)
         total.wasted_tokens = sum(row.wasted_tokens for row in total.rows)
+        total.repaired_columns = sum(row.repaired_columns for row in total.rows)
         total.new_tokens = sum(row.new_tokens for row in total.rows)
-        total.notes = self.verifier.notes()
+        total.notes = [*self.verifier.notes(), *self.notes]
         for note in total.notes:
             logger.warning_once(note)  # type: ignore[attr-defined]  # transformers adds it to every logger
         return total

@@ -31,6 +31,11 @@ TABLE: dict[tuple[str, str], str] = {
     ("column_store", "triton"): "margingate_hf.triton_backend:PlaneStore",
     ("summed_store", "torch"): "margingate_hf.stores:SummedStore",
     ("summed_store", "triton"): "margingate_hf.stores:SummedStore",
+    # What the fast path writes is what the verifier reads; one plane of the model's own dtype does so as it is.
+    ("column_store/gated", "torch"): "margingate_hf.stores:MirroredStore",
+    ("column_store/gated", "triton"): "margingate_hf.triton_backend:PlaneStore",
+    ("summed_store/gated", "torch"): "margingate_hf.stores:MirroredStore",
+    ("summed_store/gated", "triton"): "margingate_hf.stores:MirroredStore",
     ("row_sum", "torch"): "margingate_hf.verifier.arithmetic:row_sum",
     ("row_sum", "triton"): "margingate_kernels:row_sum",
     ("softmax", "torch"): "margingate_hf.verifier.arithmetic:softmax",

@@ -14,9 +14,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from .config import MarginGateConfig
-from .decode import DecodeLoop, DecodeRequest
+from .decode import DecodeRequest
 from .geometry import whole_blocks
 from .interfaces import installed
+from .loops import loop_for
 from .outputs import MarginGateStatistics
 from .prefix import PREFIX_BLOCK, PrefixStore
 from .requests import refuse
@@ -150,7 +151,7 @@ class MarginGateEngine:
         self._rows = {names[row.index]: row for row in request.rows}
         request.stop = stop
         self._admit_by(request, verifier)
-        loop = DecodeLoop(self.model, verifier, request)
+        loop = loop_for(self.model, verifier, request)
         bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
         with logging_redirect_tqdm([logger]), bar:
             while loop.unfinished:
@@ -190,7 +191,9 @@ class MarginGateEngine:
                 raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {length} columns takes {needed} bytes")
             places = min(places, self.kv_bytes // needed)
         request.max_rows, request.chunk, request.isolate = places, self.chunk, True
-        request.prefixes = self.prefixes if self.prefixes.budget else None
+        # A column that was trusted, not verified, is no function of its tokens: nothing to share.
+        exact = self.gate.coverage == "full"
+        request.prefixes = self.prefixes if self.prefixes.budget and exact else None
         if self.order == "longest":
             request.rows.sort(key=lambda row: (-len(row.prompt), row.index))
 

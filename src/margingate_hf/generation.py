@@ -19,13 +19,15 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .cache import CacheIdentity, MarginGateCache
 from .config import MarginGateConfig
-from .decode import DecodeRequest, decode
+from .decode import DecodeRequest
 from .engine import MarginGateEngine
+from .loops import decode
 from .noise import GumbelNoise
 from .outputs import MarginGateOutput
 from .placement import execution_device
 from .requests import (
     check_call,
+    check_gate,
     check_generation_config,
     check_length,
     check_model,
@@ -95,6 +97,7 @@ class MarginGateGenerationMixin(GenerationMixin):
             return super().generate(*args, **extra, **kwargs)
         ids = named.get("inputs", named.get("input_ids"))
         check_model(self)
+        check_gate(self, gate)
         check_call(named, None if ids is None else len(ids))
         call = _Call(gate, mask_given=named.get("attention_mask") is not None, cache=kwargs.pop("cache", None))
         streamer = named.get("streamer")
@@ -171,6 +174,7 @@ class MarginGateGenerationMixin(GenerationMixin):
         device = execution_device(self)
         call = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         check_model(self)
+        check_gate(self, gate)
         check_call({**kwargs, **call, "generation_config": generation_config}, len(ids))
         riding = _Call(gate, mask_given=True, prepare_only=True)
         return super().generate(generation_config=generation_config, margin_gate=riding, **call, **kwargs)
@@ -305,7 +309,7 @@ class MarginGateGenerationMixin(GenerationMixin):
                 )
                 raise refuse(name, value, f"row {index} has {len(prompt)} tokens and needs room for at least one more")
             processors = self._row_processors(generation_config, call, index, prompt)
-            check_length(self, len(prompt) + limit, index)
+            check_length(self, len(prompt) + limit, index, call.config.coverage)
             noise = _row_noise(call, index, len(prompts)) if generation_config.do_sample else None
             rows.append(Row(index, index, prompt, limit, processors, noise))
         return rows
@@ -336,6 +340,8 @@ def _continued(model: Any, call: _Call, rows: list[Row], identity: CacheIdentity
         return None
     if cache.rows != len(rows):
         raise refuse("cache", f"MarginGateCache of {cache.rows} rows", f"this call has {len(rows)}")
+    if call.config.coverage == "gated":
+        raise refuse("cache", "MarginGateCache", 'with coverage="gated" columns are not exact; leave it out')
     if cache.kv_planes != call.config.kv_planes:
         raise refuse("cache", f"MarginGateCache of {cache.kv_planes} planes", f"`kv_planes` is {call.config.kv_planes}")
     different = None if cache.identity is None else cache.identity.mismatch(identity)

@@ -131,17 +131,19 @@ class VerifyGeometry:
 @dataclass
 class DecodeGeometry:
     """
-    A fast step: one token for each of the first `n_rows` cache rows (model batch `n_rows`, length 1).
+    A fast step: one token for each of `n_rows` consecutive cache rows (model batch `n_rows`, length 1).
 
     Attributes:
         positions: int64 `[n_rows]`, the position each row's token takes.
         length: keys to read, one past the furthest position.
         long: bool `[n_rows]`, rows that use the long rotary table; `None` if there are none.
+        first: the first of the cache rows.
     """
 
     positions: torch.Tensor
     length: int
     long: torch.Tensor | None = None
+    first: int = 0
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
 
@@ -153,12 +155,13 @@ class DecodeGeometry:
     @functools.cached_property
     def slots(self) -> torch.Tensor:
         """Cache row of each token, int64 `[n_rows]`."""
-        return torch.arange(self.n_rows, device=self.positions.device)
+        return torch.arange(self.first, self.first + self.n_rows, device=self.positions.device)
 
     @functools.cached_property
     def tiles(self) -> torch.Tensor:
         """One tile a row, int32 `[n_rows, 2]`, as [`VerifyGeometry.tiles`]."""
-        return torch.stack([self.slots, torch.ones_like(self.slots)], dim=1).int()
+        tokens = torch.arange(self.n_rows, device=self.positions.device)
+        return torch.stack([tokens, torch.ones_like(tokens)], dim=1).int()
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask `[n_rows, 1, 1, length]` in `dtype`, 0 where a key is visible, built once a window size."""

@@ -91,8 +91,11 @@ class MarginGateLM(HFLM):
     ):
         names = {field.name for field in dataclasses.fields(MarginGateConfig)}
         chosen = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        self.gate = MarginGateConfig.preset(preset or "certified").update(**chosen)
         self.preset = preset or "certified"
+        base = MarginGateConfig.preset(self.preset)
+        if base is None:
+            raise ValueError('`preset`="off" is plain decoding; use `--model hf`.')
+        self.gate = base.update(**chosen)
         self._gate_log = Path(gate_log) if gate_log else None
         super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":

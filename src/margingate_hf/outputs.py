@@ -18,7 +18,10 @@ class RowStatistics:
         low_margin_steps: drafts whose margin was under the threshold.
         flips: drafts the verifier replaced.
         wasted_tokens: drafts dropped behind a flip.
-        margins: canonical top-1/top-2 margin of each new token, in logits of the processed scores.
+        margins: canonical top-1/top-2 margin of each new token, in logits of the processed scores; under
+            `coverage="gated"` the fast path's where it was trusted.
+        repaired_columns: K/V columns of the fast path that were replaced: every one a pass covered, or under
+            `coverage="gated"` those of wrong tokens.
     """
 
     prompt_tokens: int
@@ -27,6 +30,7 @@ class RowStatistics:
     flips: int
     wasted_tokens: int
     margins: list[float]
+    repaired_columns: int = 0
 
 
 @dataclass
@@ -40,7 +44,9 @@ class MarginGateStatistics:
         passes: verifier passes that read no prompt; `verified_tokens`: tokens of decoding rows that passes read.
         prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those whose columns were there already,
             in a cache from an earlier call or left by another prompt.
-        low_margin_steps, flips, wasted_tokens: sums over rows.
+        low_margin_steps, flips, wasted_tokens, repaired_columns: sums over rows.
+        miss_bound: under `coverage="gated"` with a calibration, its upper bound on wrong tokens a step; the bound for
+            full coverage is 0 by construction.
         notes: every slower or weaker path that was taken, in words. Empty in a normal run.
         rows: per prompt.
     """
@@ -57,6 +63,8 @@ class MarginGateStatistics:
     low_margin_steps: int = 0
     flips: int = 0
     wasted_tokens: int = 0
+    repaired_columns: int = 0
+    miss_bound: float | None = None
     new_tokens: int = 0
     setup_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -84,9 +84,21 @@ def check_model(model: Any) -> None:
             )
 
 
-def check_length(model: Any, length: int, row: int) -> None:
+def check_gate(model: Any, gate: MarginGateConfig) -> None:
     """
-    Refuses a row that would outgrow the original length of a `dynamic` RoPE, whose frequencies then follow the batch.
+    Refuses settings of the gate that this model cannot have.
+
+    Raises:
+        `ValueError`: names the field and what to do.
+    """
+    if gate.precision == "bfloat16" and model.dtype != torch.bfloat16:
+        raise refuse("precision", "bfloat16", f'the model is in {model.dtype}; use "float32", or load it in BF16')
+
+
+def check_length(model: Any, length: int, row: int, coverage: str) -> None:
+    """
+    Refuses a row that would outgrow the original length of a `dynamic` RoPE, whose frequencies then follow the batch,
+    and under gated coverage that of a `longrope`.
 
     Raises:
         `ValueError`: names the row and the lengths.
@@ -98,6 +110,13 @@ def check_length(model: Any, length: int, row: int) -> None:
             "dynamic",
             f"row {row} may reach {length} tokens, beyond the original {original_length(model)}, where its frequencies "
             "follow the longest text in the batch; shorten it or lower `max_new_tokens`",
+        )
+    if coverage == "gated" and needs_long_table(model, length):
+        raise refuse(
+            "coverage",
+            "gated",
+            f"row {row} may reach {length} tokens, beyond the original {original_length(model)}, and the fast prefill "
+            'takes its rotary table from the longest prompt; use coverage="full", or shorten it',
         )
 
 
@@ -153,10 +172,6 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) ->
     Raises:
         `ValueError`, `NotImplementedError`: names the field and what to do.
     """
-    if gate.coverage == "gated":
-        raise refuse("coverage", "gated", 'only coverage="full" is built so far', NotImplementedError)
-    if gate.precision != "float32":
-        raise refuse("precision", gate.precision, 'only precision="float32" is built so far', NotImplementedError)
     if config.do_sample and gate.seed is None:
         raise refuse(
             "do_sample",

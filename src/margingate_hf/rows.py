@@ -18,7 +18,7 @@ class Decision:
     Outcome of one pass for one row.
 
     Attributes:
-        committed: canonical tokens, in order; at least one.
+        committed: canonical tokens, in order; at least one unless there was no draft and nothing beyond.
         flipped: whether the last of them replaces a different draft.
         wasted: drafts dropped behind it.
     """
@@ -28,7 +28,7 @@ class Decision:
     wasted: int
 
 
-def compare(drafts: Sequence[int], canonical: Callable[[int], int]) -> Decision:
+def compare(drafts: Sequence[int], canonical: Callable[[int], int], beyond: bool = True) -> Decision:
     """
     The longest agreeing prefix, and the canonical token that follows it.
 
@@ -36,6 +36,7 @@ def compare(drafts: Sequence[int], canonical: Callable[[int], int]) -> Decision:
         drafts (`Sequence[int]`): tokens of the fast path, position by position.
         canonical (`Callable[[int], int]`): the canonical token of draft `i`, valid while drafts `0 ... i-1` agree;
             `canonical(len(drafts))` is the token after the last.
+        beyond (`bool`, *optional*, defaults to `True`): whether that last one is known.
 
     Returns:
         [`Decision`]: after LLM-42 (arXiv 2601.17768, decode-verify-rollback), with no cache and no model in sight.
@@ -46,7 +47,8 @@ def compare(drafts: Sequence[int], canonical: Callable[[int], int]) -> Decision:
         committed.append(token)
         if token != draft:
             return Decision(tuple(committed), flipped=True, wasted=len(drafts) - index - 1)
-    committed.append(canonical(len(drafts)))
+    if beyond:
+        committed.append(canonical(len(drafts)))
     return Decision(tuple(committed), flipped=False, wasted=0)
 
 
@@ -70,6 +72,7 @@ class Row:
         drafts, low: tokens decoded ahead, and how many of them had a low margin.
         survival, expected: see [`~margingate_hf.schedule.Pending`].
         logits, scores: canonical FP32 `[vocabulary]` a committed token, where the caller wants them.
+        repaired: columns of the fast path that were replaced.
         done: ended by EOS, limit, a criterion, an error or a cancellation.
         cancelled: the caller wants no more of it.
         error: what went wrong in the row's own processors or criteria, where that ends the row alone.
@@ -94,6 +97,7 @@ class Row:
     low_margin_steps: int = 0
     flips: int = 0
     wasted: int = 0
+    repaired: int = 0
     done: bool = False
     cancelled: bool = False
     error: Exception | None = None
@@ -108,14 +112,17 @@ class Row:
         """The newest token, committed or draft."""
         return (self.drafts or self.committed)[-1]
 
-    def pending(self) -> list[int]:
-        """Tokens the next pass has to read: the last committed one and the drafts."""
-        return [self.committed[-1], *self.drafts]
+    def pending(self, beyond: bool = True) -> list[int]:
+        """Tokens the next pass has to read: the last committed one and the drafts; not `beyond`: but the last draft."""
+        tokens = [self.committed[-1], *self.drafts]
+        return tokens if beyond or not self.drafts else tokens[:-1]
 
-    def add_draft(self, token: int, margin: float, threshold: float) -> None:
-        """Appends a token of the fast path, `margin` logits ahead of the second best."""
+    def add_draft(
+        self, token: int, margin: float, threshold: float, flips: Callable[[float], float] = flip_probability
+    ) -> None:
+        """Appends a token of the fast path, `margin` logits ahead of the second best; `flips` is P(flip | margin)."""
         self.drafts.append(token)
-        self.survival *= 1.0 - flip_probability(margin)
+        self.survival *= 1.0 - flips(margin)
         self.expected += self.survival
         if not margin >= threshold:  # NaN is low
             self.low += 1

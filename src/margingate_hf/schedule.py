@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,26 @@ def flip_probability(margin: float) -> float:
         margin (`float`): the draft's top-1/top-2 gap in logits; NaN counts as a tie.
     """
     return FLIP_AT_TIE if math.isnan(margin) else FLIP_AT_TIE * math.exp(-margin / FLIP_DECAY)
+
+
+@dataclass(frozen=True)
+class FlipCurve:
+    """
+    Calibrated probability that the verifier replaces a draft, constant between edges.
+
+    Attributes:
+        edges: margins in logits, ascending; the first is 0.
+        probabilities: one an edge, for margins from it to the next; the last holds to infinity.
+    """
+
+    edges: tuple[float, ...]
+    probabilities: tuple[float, ...]
+
+    def __call__(self, margin: float) -> float:
+        """Probability at a margin; NaN counts as a tie."""
+        if math.isnan(margin):
+            return self.probabilities[0]
+        return self.probabilities[max(0, bisect.bisect_right(self.edges, margin) - 1)]
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,8 @@ def should_verify(rows: Sequence[Pending], config: MarginGateConfig, costs: Cost
     """
     Whether to verify all rows now rather than draft one more token each.
 
-    A pass reads a row's drafts and the token before them, so `window` tokens mean `window - 1` drafts.
+    A pass reads a row's drafts and the token before them, so `window` tokens mean `window - 1` drafts. Under
+    `schedule="step"` it reads the token before the one draft alone, and gives nothing beyond it.
 
     Args:
         rows (`Sequence[Pending]`): the rows still decoding.
@@ -71,6 +93,8 @@ def should_verify(rows: Sequence[Pending], config: MarginGateConfig, costs: Cost
         costs ([`Costs`], *optional*): measured times, for `schedule="cost"`; without them that schedule fills the
             window.
     """
+    if config.schedule == "step" and config.window > 1:
+        return any(row.drafts for row in rows)
     for row in rows:
         if row.would_end or row.drafts + 1 >= config.window:
             return True

@@ -61,9 +61,15 @@ class ColumnStore(ABC):
 
     def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
         """Writes one drafted column a row, `[rows, heads, dim]`; returns what the fast step's attention reads."""
-        rows = torch.arange(geometry.n_rows, device=self.device)
-        self.draft[rows, :, geometry.positions] = states
+        self.draft[geometry.slots, :, geometry.positions] = states
         return self.drafted(geometry)
+
+    def trust(self, slot: int, columns: torch.Tensor) -> None:
+        """
+        Writes a row's first columns as another cache of the model's own forward holds them, `[heads, count, dim]`, in
+        the model's dtype; see [`MirroredStore`].
+        """
+        self.draft[slot, :, : columns.shape[1]] = columns
 
     def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """A copy of committed columns in the store's own format, `[..., heads, stop - start, dim]`; see `load`."""
@@ -134,7 +140,7 @@ class SummedStore(ColumnStore):
 
     def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; a view `[rows, heads, length, dim]`."""
-        return self._draft[: geometry.n_rows, :, : geometry.length]
+        return self._draft[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
         """See [`ColumnStore`]; a view."""
@@ -149,3 +155,19 @@ class SummedStore(ColumnStore):
     def repaired(self, slot: int, count: int) -> bool:
         """See [`ColumnStore`]: the committed value, rounded to the model's dtype."""
         return torch.equal(self._draft[slot, :, :count], self.committed(slot, count).to(self.dtype))
+
+
+class MirroredStore(SummedStore):
+    """
+    For `coverage="gated"`: whatever the fast path writes is what the verifier reads, as the cache stands.
+    """
+
+    def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
+        """See [`ColumnStore`]."""
+        self.exact[geometry.slots, :, geometry.positions] = states.float()
+        return super().write_draft(states, geometry)
+
+    def trust(self, slot: int, columns: torch.Tensor) -> None:
+        """See [`ColumnStore`]."""
+        self.exact[slot, :, : columns.shape[1]] = columns.float()
+        super().trust(slot, columns)

@@ -38,9 +38,9 @@ class TritonPlan:
         """The weight `[out, in]` itself, contiguous."""
         return weight.contiguous()
 
-    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+    def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`."""
-        return kernels.linear(rows.contiguous(), packed)
+        return kernels.linear(rows.contiguous(), packed, precision=precision)
 
 
 def triton_plans() -> tuple[LinearPlan, ...]:

@@ -9,8 +9,9 @@ raises.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,16 +37,29 @@ class VerifierMode(TorchFunctionMode):
     Args:
         store ([`WeightStore`]): the packed FP32 weights.
         strict (`bool`): raise on an unknown operation; otherwise let it run and note it in `unplanned`.
+        precision (`str`, *optional*, defaults to `"float32"`): `"bfloat16"` rounds the operands of linear layers, the
+            head's excepted.
 
     Attributes:
         unplanned (`set[str]`): names of operations let through with `strict=False`.
     """
 
-    def __init__(self, store: WeightStore, strict: bool = True):
+    def __init__(self, store: WeightStore, strict: bool = True, precision: str = "float32"):
         super().__init__()
         self.store = store
         self.strict = strict
+        self.precision = precision
         self.unplanned: set[str] = set()
+
+    @contextlib.contextmanager
+    def whole_operands(self) -> Iterator[None]:
+        """No rounding of operands for the duration of the block."""
+        before = self.precision
+        try:
+            self.precision = "float32"
+            yield
+        finally:
+            self.precision = before
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +104,10 @@ def _holds_floats(result: Any) -> bool:
 
 def _linear(mode: VerifierMode, func: Callable, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     rows = input.float().reshape(-1, input.shape[-1])
-    out = mode.store.plan.linear(rows, mode.store.packed(weight))
+    precision = mode.precision
+    if precision != "float32" and mode.store.is_head(weight):
+        precision = "float32"
+    out = mode.store.plan.linear(rows, mode.store.packed(weight), precision)
     out = out.view(*input.shape[:-1], weight.shape[0])
     return out if bias is None else out.add_(bias.float())
 

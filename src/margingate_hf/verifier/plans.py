@@ -8,10 +8,13 @@ bit for bit, before the plan is used (DESIGN section 6 of the project: "we do no
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from .precision import short_products
 
 ALIGNMENT = 64  # bytes; torch's own CPU allocations
 COLUMN_BLOCK = 384  # terms that one oneDNN product may add up
@@ -45,8 +48,11 @@ class LinearPlan(Protocol):
     def pack(self, weight: torch.Tensor) -> Any:
         """Prepares a weight `[out, in]` for `linear`; float32 if the plan copies weights."""
 
-    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
-        """`rows @ weight.T`: float32 `[n, in]` to float32 `[n, out]`, any `n >= 1`."""
+    def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
+        """
+        `rows @ weight.T`: float32 `[n, in]` to float32 `[n, out]`, any `n >= 1`; with `precision="bfloat16"` of rows
+        rounded to BF16.
+        """
 
 
 def _operand(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -62,6 +68,11 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     `x` itself, or a copy at an address a fresh tensor has; a BLAS may treat the head of an unaligned buffer apart.
     """
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def _rounded(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` rounded to BF16, in float32."""
+    return rows.bfloat16().float()
 
 
 class PrepackedPlan:
@@ -97,8 +108,14 @@ class PrepackedPlan:
         reorder = torch.ops.mkldnn._reorder_linear_weight
         return width, [reorder(part.contiguous(), 16) for part in weight.split(width, dim=1)]
 
-    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
-        """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`, at most 128 rows a product."""
+    def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
+        """
+        `rows @ weight.T`, float32 `[n, in]` to `[n, out]`, at most 128 rows a product. Where the operands are BF16
+        values anyway, oneDNN may multiply them as such.
+        """
+        if precision == "bfloat16":
+            with short_products():
+                return self.linear(_rounded(rows), packed)
         largest = self.sizes[-1]
         if rows.shape[0] <= largest:
             return self._product(rows, *packed)
@@ -141,8 +158,9 @@ class TilePlan:
         """The float32 weight `[out, in]` itself, contiguous and aligned."""
         return _aligned(weight.contiguous())
 
-    def linear(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
+    def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`, tile by tile."""
+        rows = _rounded(rows) if precision == "bfloat16" else rows
         parts = [F.linear(_operand(part, self.rows), packed)[: part.shape[0]] for part in rows.split(self.rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -156,32 +174,46 @@ def cpu_plans() -> tuple[LinearPlan, ...]:
     return CPU_PLANS
 
 
-def probe_linear(plan: LinearPlan, weight: torch.Tensor) -> str | None:
+# Rounded operands are exact in FP32, so two ways to add up their products differ by FP32 rounding alone: 2^-24 times a
+# few roots of the number of terms.
+ROUNDED_TOLERANCE = 1e-5
+
+
+def probe_linear(plan: LinearPlan, weight: torch.Tensor, precision: str = "float32") -> str | None:
     """
     Compares bits of the same row in every product the plan can issue, at both ends of it, among other neighbours.
 
     Args:
         plan ([`LinearPlan`]): the plan.
-        weight (`torch.Tensor` of shape `[out, in]`): a weight of a dtype the plan takes; only its shape matters.
+        weight (`torch.Tensor` of shape `[out, in]`): a weight of a dtype the plan takes; only its shape matters. With
+            `precision="bfloat16"` BF16 values.
+        precision (`str`, *optional*, defaults to `"float32"`): of the products; `"bfloat16"` is also compared with
+            the `"float32"` product of rounded rows.
 
     Returns:
         `None` if all bits agree, otherwise one sentence that says where they do not.
     """
     packed = plan.pack(weight)
+    product = functools.partial(plan.linear, packed=packed, precision=precision)
     generator = torch.Generator().manual_seed(0)
     largest = max(plan.sizes)
     rows = torch.randn(largest, weight.shape[1], generator=generator).to(weight.device)
-    whole = plan.linear(rows, packed)
+    whole = product(rows)
     shape = f"{weight.shape[0]}x{weight.shape[1]}"
     for count in sorted({1, *plan.sizes, *(size - 1 for size in plan.sizes if size > 2)}):
-        if not torch.equal(plan.linear(rows[:count], packed), whole[:count]):
+        if not torch.equal(product(rows[:count]), whole[:count]):
             return f"weight {shape}: a row's bits change between {count} and {largest} rows"
-        if not torch.equal(plan.linear(rows[:count].flip(0), packed), whole[:count].flip(0)):
+        if not torch.equal(product(rows[:count].flip(0)), whole[:count].flip(0)):
             return f"weight {shape}: a row's bits depend on its place among {count} rows"
     poisoned = rows[: plan.sizes[0]].clone()
     poisoned[1:] = float("nan")
-    if not torch.equal(plan.linear(poisoned, packed)[:1], whole[:1]):
+    if not torch.equal(product(poisoned)[:1], whole[:1]):
         return f"weight {shape}: a row's bits depend on NaN neighbours"
     if not torch.isfinite(whole).all():
         return f"weight {shape}: a product of finite numbers is not finite"
+    if precision == "bfloat16":
+        wide = plan.linear(_rounded(rows), packed)
+        error = float((whole - wide).norm() / wide.norm())
+        if not error <= ROUNDED_TOLERANCE:
+            return f"weight {shape}: a product of rounded rows is {error:.1e} (relative) away from FP32's"
     return None

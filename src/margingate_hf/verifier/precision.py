@@ -9,14 +9,29 @@ import torch
 
 
 @contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """IEEE precision; `"medium"` would let oneDNN round float32 operands to BF16, and `"high"` a GPU to TF32."""
+def matmul_precision(name: str) -> Iterator[None]:
+    """Torch's process-wide float32 product precision, put back on every way out."""
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
+    if before == name:
         yield
         return
     try:
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(name)
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def full_precision() -> contextlib.AbstractContextManager[None]:
+    """IEEE precision; `"medium"` would let oneDNN round float32 operands to BF16, and `"high"` a GPU to TF32."""
+    return matmul_precision("highest")
+
+
+def short_products() -> contextlib.AbstractContextManager[None]:
+    """Lets oneDNN multiply operands that hold BF16 values as BF16, where the processor can; exact in the operands."""
+    return matmul_precision("medium") if multiplies_bfloat16() else contextlib.nullcontext()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has BF16 products (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

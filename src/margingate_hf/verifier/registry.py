@@ -42,6 +42,7 @@ def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPla
         torch.get_num_threads(),
         config.strict,
         config.resident_weights,
+        config.precision,
         tuple(plans),
     )
     with _lock:

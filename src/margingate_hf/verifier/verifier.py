@@ -35,17 +35,26 @@ class Verifier:
         plan ([`LinearPlan`]): how matrix products are grouped.
         strict (`bool`): see [`MarginGateConfig`].
         resident (`bool`, *optional*): see [`MarginGateConfig`].
+        precision (`str`, *optional*, defaults to `"float32"`): see [`MarginGateConfig`].
     """
 
-    def __init__(self, model: Any, plan: LinearPlan, strict: bool = True, resident: bool | None = None):
+    def __init__(
+        self,
+        model: Any,
+        plan: LinearPlan,
+        strict: bool = True,
+        resident: bool | None = None,
+        precision: str = "float32",
+    ):
         self.device = execution_device(model)
         self.plan = plan
         self.store = WeightStore(model, plan, resident)
-        self.mode = VerifierMode(self.store, strict)
+        self.precision = precision
+        self.mode = VerifierMode(self.store, strict, precision)
         self.passed_over: list[str] = []
         self.meter = CostMeter()
         self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def model(self) -> Any:
@@ -56,7 +65,8 @@ class Verifier:
     def name(self) -> str:
         """The plan in one line; two verifiers of one name and one processor type compute the same bits."""
         device = self.device
-        return f"{implementation('describe', device)(device)}/{self.plan.name}/torch-{torch.__version__}"
+        operands = "" if self.precision == "float32" else f"/{self.precision}-operands"
+        return f"{implementation('describe', device)(device)}/{self.plan.name}{operands}/torch-{torch.__version__}"
 
     def notes(self) -> list[str]:
         """Every slower or weaker path this verifier is on, in words."""
@@ -73,10 +83,17 @@ class Verifier:
         cache.identity = self.identity
         return cache
 
+    def new_gated_cache(self, rows: int) -> MarginGateCache:
+        """
+        An empty cache of one plane, where what the fast path writes is what the verifier reads. It has no identity: its
+        columns depend on the company, and no later call may build on them.
+        """
+        return MarginGateCache(n_layers(self.model), rows, self.model.dtype, 1, f"{self.plan.column_store}/gated")
+
     @property
     def identity(self) -> CacheIdentity:
         """What makes this verifier's columns comparable with others."""
-        return CacheIdentity(self.store.fingerprint, self.name, "float32")
+        return CacheIdentity(self.store.fingerprint, self.name, self.precision)
 
     def run(
         self, cache: MarginGateCache, segments: Sequence[Segment], keep: str | Sequence[int] = "all"
@@ -105,6 +122,20 @@ class Verifier:
         self.column_bytes = cache.column_bytes
         return torch.cat([logits for parts in kept.values() for logits in parts])
 
+    def recompute(self, cache: MarginGateCache, segments: Sequence[Segment]) -> torch.Tensor:
+        """
+        Computes tokens again on the cache as it stands, verified or not, and writes their columns.
+
+        Args:
+            cache ([`MarginGateCache`]): of [`~Verifier.new_gated_cache`]; holds every column before the segments.
+            segments (`Sequence[Segment]`): at most one per row, none empty.
+
+        Returns:
+            `torch.Tensor` of shape `[tokens, vocabulary]`, float32, in the segments' order.
+        """
+        counts = [len(segment.tokens) for segment in segments]
+        return torch.cat([self._forward(cache, part) for part in _passes(segments, counts)])
+
     def _forward(self, cache: MarginGateCache, part: list[_Piece]) -> torch.Tensor:
         device = self.device
         segments = [piece.segment for piece in part]
@@ -115,12 +146,12 @@ class Verifier:
         indices = [i for piece, stop in zip(part, stops, strict=True) for i in range(stop - piece.kept, stop)]
         # A forward must return some logits, also where the caller takes none of them.
         wanted = torch.tensor(indices or [0], device=device)
-        extra = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        extra = {"logits_to_keep": wanted} if self.keeps_logits else {}
         with self.scope(geometry):
             logits = self.model(
                 input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
-        logits = logits if self._keeps_logits else logits[wanted]
+        logits = logits if self.keeps_logits else logits[wanted]
         if logits.dtype != torch.float32:
             raise RuntimeError(f"the verifier's logits came out as {logits.dtype}, not float32.")
         return logits

@@ -133,6 +133,12 @@ class WeightStore:
         """Whether a tensor is, or is a view of, a parameter or buffer of the model."""
         return tensor.untyped_storage().data_ptr() in self._owners
 
+    def is_head(self, weight: torch.Tensor) -> bool:
+        """Whether a matrix is the model's output embedding."""
+        output: Any = getattr(self.model, "get_output_embeddings", lambda: None)()
+        head = getattr(output, "weight", None)
+        return head is not None and head.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
     def packed(self, weight: torch.Tensor) -> Any:
         """
         A weight `[out, in]`, any floating dtype, as the plan wants it; kept if resident and the model's own.

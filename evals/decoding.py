@@ -1,0 +1,113 @@
+"""All prompts under one system at one batch size: tokens, margins and probabilities of every step, time and memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from margingate_hf import MarginGateConfig
+from margingate_hf.gate import top2_margin
+
+COUNTS = (
+    "fast_steps",
+    "row_steps",
+    "passes",
+    "verified_tokens",
+    "low_margin_steps",
+    "flips",
+    "wasted_tokens",
+    "repaired_columns",
+)
+
+
+@dataclass
+class Run:
+    """
+    Attributes:
+        tokens: new tokens of each prompt, its end included.
+        margins: top-1/top-2 gap of the logits each token was taken from, in logits.
+        top1: probability of the likeliest token there.
+        seconds: wall clock of the `generate` calls.
+        peak_bytes: largest resident set of the process so far.
+        counts: sums of the gate's statistics; empty without a gate.
+    """
+
+    system: str
+    dataset: str
+    batch_size: int
+    tokens: list[list[int]] = field(default_factory=list)
+    margins: list[list[float]] = field(default_factory=list)
+    top1: list[list[float]] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    counts: dict[str, float] = field(default_factory=dict)
+    plan: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    run: Run,
+    new_tokens: int,
+    gate: MarginGateConfig | None,
+    tick: Callable[[int], None] = lambda count: None,
+) -> Run:
+    """
+    Decodes `texts` greedily in batches of `run.batch_size`, left-padded, and fills in `run`.
+
+    Args:
+        model (`PreTrainedModel`): an enabled model.
+        tokenizer (`PreTrainedTokenizerBase`): with `padding_side="left"`.
+        texts (`Sequence[str]`): prompts, chat template applied.
+        gate ([`MarginGateConfig`], *optional*): `None` decodes as transformers does.
+        tick (`Callable`): told how many prompts each batch has finished.
+    """
+    eos = model.generation_config.eos_token_id
+    ends = set() if eos is None else set(torch.tensor(eos).flatten().tolist())
+    for start in range(0, len(texts), run.batch_size):
+        part = list(texts[start : start + run.batch_size])
+        batch = tokenizer(part, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+        began = time.perf_counter()
+        out = model.generate(
+            **batch,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            margin_gate=gate,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        run.seconds += time.perf_counter() - began
+        rows = [_until_end(row, ends) for row in out.sequences[:, batch["input_ids"].shape[1] :].tolist()]
+        _keep_steps(run, rows, out.logits)
+        if gate is not None:
+            run.plan = out.margin_gate.plan
+            for name in COUNTS:
+                run.counts[name] = run.counts.get(name, 0) + getattr(out.margin_gate, name)
+        tick(len(rows))
+    run.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return run
+
+
+def _keep_steps(run: Run, rows: list[list[int]], logits: Sequence[torch.Tensor]) -> None:
+    steps = [(top2_margin(step)[1], step.float().softmax(-1).amax(-1)) for step in logits]
+    for index, row in enumerate(rows):
+        run.tokens.append(row)
+        run.margins.append([float(margins[index]) for margins, _ in steps[: len(row)]])
+        run.top1.append([float(top1[index]) for _, top1 in steps[: len(row)]])
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1]
+    return tokens
