@@ -1,6 +1,6 @@
 """Determinism and cost of every system of the field, by one program on one machine.
 
-OMP_NUM_THREADS=1 python -m evals.determinism --dataset math500 --limit 12 --new-tokens 96 --out evals/results/determinism
+OMP_NUM_THREADS=1 python -m evals.determinism --dataset math500 --limit 12 --new-tokens 96
 
 Each system runs in a process of its own, so that its peak memory is its own. Finished runs are kept under `OUT/raw` and
 read again, so an interrupted command goes on where it stopped.

@@ -64,7 +64,7 @@ def division_indices(runs: Sequence[Run]) -> list[int | None]:
 
 
 def spread_of_top1(runs: Sequence[Run]) -> float:
-    """Avg_Std@top1_prob (LayerCast): deviation over runs of the likeliest token's probability, shared steps, averaged."""
+    """Avg_Std@top1_prob (LayerCast): mean over shared steps of the deviation over runs of the top-1 probability."""
     deviations = []
     for prompt, index in enumerate(division_indices(runs)):
         length = min(len(run.top1[prompt]) for run in runs) if index is None else index + 1

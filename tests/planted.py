@@ -29,7 +29,7 @@ class PlainPlan:
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
-    def linear(self, rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    def linear(self, rows: torch.Tensor, packed: torch.Tensor, precision: str = "float32") -> torch.Tensor:
         return F.linear(rows, packed)
 
 

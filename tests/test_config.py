@@ -108,7 +108,9 @@ def test_presets() -> None:
     assert MarginGateConfig.preset("certified") == MarginGateConfig()
     assert MarginGateConfig.preset("layercast").window == 1
     assert MarginGateConfig.preset("grouped") == MarginGateConfig(schedule="window", window=16)
-    with pytest.raises(
-        ValueError, match="`preset` must be one of 'certified', 'grouped', 'layercast', got 'certifed'. Did"
-    ):
+    assert MarginGateConfig.preset("paper").coverage == "gated"
+    assert MarginGateConfig.preset("always").rows_per_pass == 1
+    assert MarginGateConfig.preset("invariant").precision == "bfloat16"
+    assert MarginGateConfig.preset("off") is None
+    with pytest.raises(ValueError, match="`preset` must be one of 'certified', 'paper', .*got 'certifed'. Did"):
         MarginGateConfig.preset("certifed")

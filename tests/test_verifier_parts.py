@@ -66,7 +66,7 @@ def test_the_probe_refuses_rows_that_leak() -> None:
     class Leaky(PlainPlan):
         sizes = (4,)
 
-        def linear(self, rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        def linear(self, rows: torch.Tensor, packed: torch.Tensor, precision: str = "float32") -> torch.Tensor:
             return torch.cat([F.linear(row[None], packed) for row in rows]) + 0 * rows.sum()
 
     assert "NaN neighbours" in str(probe_linear(Leaky(), randn(8, 8)))

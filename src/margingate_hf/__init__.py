@@ -1,6 +1,8 @@
 """Batch-invariant greedy decoding for Hugging Face Transformers."""
 
+from .auditing import AuditReport, audit
 from .cache import MarginGateCache
+from .calibration import calibrate
 from .calibration_record import MarginGateCalibration
 from .config import MarginGateConfig
 from .enabling import MarginGateModelForCausalLM, disable, enable
@@ -9,10 +11,13 @@ from .gate import MarginGateLogitsProcessor
 from .generation import MarginGateGenerationMixin
 from .hint import install_hint
 from .outputs import MarginGateOutput, MarginGateStatistics, RowStatistics
+from .receipts import Receipt
+from .replaying import Replay, Transcript, replay, replay_all
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditReport",
     "MarginGateCache",
     "MarginGateCalibration",
     "MarginGateConfig",
@@ -23,9 +28,16 @@ __all__ = [
     "MarginGateModelForCausalLM",
     "MarginGateOutput",
     "MarginGateStatistics",
+    "Receipt",
+    "Replay",
     "RowStatistics",
+    "Transcript",
+    "audit",
+    "calibrate",
     "disable",
     "enable",
+    "replay",
+    "replay_all",
 ]
 
 install_hint()

@@ -80,6 +80,8 @@ class MarginGateConfig:
             [`MarginGateCalibration`]. The cost schedule takes its flip probabilities, a gated run reports its bound,
             and a model it was not made with is warned of. It does not set `threshold`;
             [`MarginGateCalibration.config`] sets both.
+        receipt (`bool`, *optional*, defaults to `False`):
+            Give each text a [`Receipt`]: hashes and names of all it was made from, which [`replay`] checks.
     """
 
     threshold: float = 0.5
@@ -95,6 +97,7 @@ class MarginGateConfig:
     resident_weights: bool | None = None
     seed: int | list[int] | None = None
     calibration: dict[str, Any] | str | None = None
+    receipt: bool = False
 
     def __post_init__(self) -> None:
         self.validate()
@@ -123,8 +126,9 @@ class MarginGateConfig:
             _integer("rows_per_pass", self.rows_per_pass, 1, MAX_ROWS)
         _integer("low_margin_limit", self.low_margin_limit, 1, MAX_WINDOW)
         _integer("kv_planes", self.kv_planes, 1, 3)
-        if not isinstance(self.strict, bool):
-            raise TypeError(f"`strict` must be True or False, got {self.strict!r}.")
+        for name, flag in (("strict", self.strict), ("receipt", self.receipt)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"`{name}` must be True or False, got {flag!r}.")
         if self.resident_weights is not None and not isinstance(self.resident_weights, bool):
             raise TypeError(f"`resident_weights` must be True, False or None, got {self.resident_weights!r}.")
         if self.seed is not None:

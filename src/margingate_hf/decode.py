@@ -24,6 +24,7 @@ from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .outputs import MarginGateStatistics, RowStatistics
 from .prefix import PREFIX_BLOCK, PrefixStore, block_keys
+from .receipts import receipt_of
 from .rope import needs_long_table
 from .rows import Row, compare
 from .schedule import Pending, should_verify
@@ -115,6 +116,7 @@ class DecodeLoop:
             The rows that have ended, in no particular order.
         """
         for row in [row for row in (*self.waiting, *self.active) if row.cancelled]:
+            row.finish_reason = "cancelled"
             self._end(row)
         self._admit()
         self._advance()
@@ -239,7 +241,7 @@ class DecodeLoop:
         try:
             return work(row, *arguments)
         except Exception as error:
-            row.error, row.done = error, True
+            row.error, row.done, row.finish_reason = error, True, "error"
             row.drop_drafts()
             return None
 
@@ -315,15 +317,22 @@ class DecodeLoop:
             row.logits.append(logits.clone())
         if scores is not None:
             row.scores.append(scores.clone())
-        row.done = token in self.request.eos or len(row.committed) >= row.limit
-        if self.request.criteria and not row.done:
-            ids = torch.tensor([[*row.prompt, *row.committed]], device=self.device)
-            held = tuple(score[None] for score in row.scores) or None
-            row.done = bool(self.request.criteria(ids, held).all())
-        if self.request.stop is not None and not row.done:
-            row.done = self.request.stop(row.prompt, row.committed)
+        row.finish_reason = self._finish_reason(row, token)
+        row.done = bool(row.finish_reason)
         if self.request.on_commit is not None:
             self.request.on_commit(row, token)
+
+    def _finish_reason(self, row: Row, token: int) -> str:
+        if token in self.request.eos:
+            return "eos"
+        if len(row.committed) >= row.limit:
+            return "length"
+        if self.request.criteria:
+            ids = torch.tensor([[*row.prompt, *row.committed]], device=self.device)
+            held = tuple(score[None] for score in row.scores) or None
+            if self.request.criteria(ids, held).all():
+                return "stop"
+        return "stop" if self.request.stop is not None and self.request.stop(row.prompt, row.committed) else ""
 
     def _end(self, row: Row) -> None:
         """Takes a row out: its place goes behind the active ones, where no pass and no step reads it."""
@@ -353,6 +362,13 @@ class DecodeLoop:
                 row.slot, other.slot = other.slot, row.slot
             self.cache.rollback(row.slot, self.cache.verified[row.slot])
 
+    def receipt(self, row: Row) -> dict[str, Any] | None:
+        """Of a row that has ended, where the config asks for one."""
+        if not self.config.receipt:
+            return None
+        statistics = self.statistics
+        return receipt_of(row, self.config, statistics.fingerprint, statistics.plan).to_dict()
+
     def totals(self) -> MarginGateStatistics:
         """Adds up the rows' statistics."""
         total = self.statistics
@@ -367,6 +383,7 @@ class DecodeLoop:
                     row.wasted,
                     row.margins,
                     row.repaired,
+                    self.receipt(row),
                 )
             )
         total.low_margin_steps = sum(row.low_margin_steps for row in total.rows)

@@ -40,11 +40,13 @@ class MarginGateGenerationOutput(GenerationOutput):
         margins: canonical top-1/top-2 margin of each generated token, in logits of the processed scores.
         flips: drafts the verifier replaced.
         reused_tokens: prompt tokens whose columns another prompt had left.
+        receipt: see [`Receipt`], with `MarginGateConfig(receipt=True)`.
     """
 
     margins: list[float] = field(default_factory=list)
     flips: int = 0
     reused_tokens: int = 0
+    receipt: dict[str, Any] | None = None
 
 
 class MarginGateEngine:
@@ -159,7 +161,7 @@ class MarginGateEngine:
                     finished = loop.step()
                 for row in finished:
                     bar.update(1)
-                    yield _output(names[row.index], row)
+                    yield _output(names[row.index], row, loop.receipt(row))
         request.rows.sort(key=lambda row: row.index)
         self.statistics = loop.totals()
 
@@ -203,7 +205,7 @@ def _name(index: int, samples: int) -> str:
     return f"req_{prompt}" if not sample else f"req_{prompt}__child#{sample - 1}"
 
 
-def _output(name: str, row: Row) -> MarginGateGenerationOutput:
+def _output(name: str, row: Row, receipt: dict[str, Any] | None) -> MarginGateGenerationOutput:
     return MarginGateGenerationOutput(
         request_id=name,
         prompt_ids=row.prompt,
@@ -213,4 +215,5 @@ def _output(name: str, row: Row) -> MarginGateGenerationOutput:
         margins=row.margins,
         flips=row.flips,
         reused_tokens=row.reused,
+        receipt=receipt,
     )

@@ -51,13 +51,17 @@ class GatedLoop(DecodeLoop):
             self.statistics.decode_seconds += time.perf_counter() - started
         else:
             return
-        steps = [_Step(row, *found) for row, *found in zip(rows, *self._best(rows, logits), logits, strict=True)]
-        self._recompute([step for step in steps if step.is_low(self.config.threshold) and not step.row.done])
+        steps = [Step(row, *found) for row, *found in zip(rows, *self._best(rows, logits), logits, strict=True)]
+        self._judge(steps)
         for step in steps:
             if not step.row.done:  # its own processor may have failed
                 self._guarded(step.row, self._commit_step, step)
         for row in [row for row in rows if row.done]:
             self._end(row)
+
+    def _judge(self, steps: list[Step]) -> None:
+        """Settles the tokens of this turn's steps."""
+        self._recompute([step for step in steps if step.is_low(self.config.threshold) and not step.row.done])
 
     def _prefill(self, rows: list[Row]) -> torch.Tensor:
         """
@@ -93,7 +97,7 @@ class GatedLoop(DecodeLoop):
         self.statistics.row_steps += len(rows)
         return logits
 
-    def _recompute(self, steps: list[_Step]) -> None:
+    def _recompute(self, steps: list[Step]) -> None:
         """Computes steps again and settles each: the new token and column where the token differs, else the old."""
         started = time.perf_counter()
         size = 1 if self.config.reference == "alone" else self.config.rows_per_pass or max(1, len(steps))
@@ -112,10 +116,10 @@ class GatedLoop(DecodeLoop):
             self.statistics.verified_tokens += len(part)
         self.statistics.verify_seconds += time.perf_counter() - started
 
-    def _column(self, step: _Step) -> list[torch.Tensor]:
+    def _column(self, step: Step) -> list[torch.Tensor]:
         return self.cache.export_columns(step.row.slot, step.position, step.position + 1)
 
-    def _settle(self, step: _Step, before: list[torch.Tensor], token: int, margin: float, logits: torch.Tensor) -> None:
+    def _settle(self, step: Step, before: list[torch.Tensor], token: int, margin: float, logits: torch.Tensor) -> None:
         step.row.low_margin_steps += 1
         if token == step.token:
             self.cache.load_columns(step.row.slot, step.position, before)
@@ -124,7 +128,7 @@ class GatedLoop(DecodeLoop):
             step.row.repaired += 1
         step.token, step.margin, step.logits = token, margin, logits
 
-    def _step_alone(self, step: _Step) -> torch.Tensor:
+    def _step_alone(self, step: Step) -> torch.Tensor:
         """The fast step of one row as a batch of one; logits `[1, vocabulary]`."""
         position = torch.tensor([step.position], device=self.device)
         long = self.cache.long_flags([step.row.slot], self.device)
@@ -137,7 +141,7 @@ class GatedLoop(DecodeLoop):
                 use_cache=True,
             ).logits[:, -1]
 
-    def _commit_step(self, row: Row, step: _Step) -> None:
+    def _commit_step(self, row: Row, step: Step) -> None:
         logits = step.logits.float()
         scores = row.process([*row.prompt, *row.committed], logits) if self.request.keep_scores else None
         self._commit_token(row, step.token, step.margin, logits, scores)
@@ -150,7 +154,7 @@ class GatedLoop(DecodeLoop):
         self.cache.verified = [0] * len(verified)
 
 
-class _Step:
+class Step:
     """
     One row's step on its way to a token.
 

@@ -171,7 +171,7 @@ class MarginGateLM(HFLM):
             place = int(output.request_id.removeprefix("req_"))
             if output.error is not None:
                 raise RuntimeError(f"request {place} failed: {output.error}")
-            self._log(part[place][0], output)
+            self._log(part[place][0], output, settings)
             yield place, self._text(output.generated_tokens, until)
         self._count()
 
@@ -235,7 +235,7 @@ class MarginGateLM(HFLM):
             self.batch_size_per_gpu = before
         return found
 
-    def _log(self, context: str, output: MarginGateGenerationOutput) -> None:
+    def _log(self, context: str, output: MarginGateGenerationOutput, settings: dict[str, Any]) -> None:
         if self._gate_log is None:
             return
         record = {
@@ -245,6 +245,9 @@ class MarginGateLM(HFLM):
             "reused_tokens": output.reused_tokens,
             "smallest_margin": min(output.margins, default=None),
         }
+        if output.receipt is not None:  # then the line is a transcript that `margingate replay` reads
+            record["prompt_ids"], record["output_ids"] = output.prompt_ids, output.generated_tokens
+            record["receipt"], record["arguments"] = output.receipt, settings
         with self._gate_log.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -22,6 +22,7 @@ class RowStatistics:
             `coverage="gated"` the fast path's where it was trusted.
         repaired_columns: K/V columns of the fast path that were replaced: every one a pass covered, or under
             `coverage="gated"` those of wrong tokens.
+        receipt: see [`Receipt`], with `MarginGateConfig(receipt=True)`.
     """
 
     prompt_tokens: int
@@ -31,6 +32,7 @@ class RowStatistics:
     wasted_tokens: int
     margins: list[float]
     repaired_columns: int = 0
+    receipt: dict[str, Any] | None = None
 
 
 @dataclass

@@ -74,6 +74,7 @@ class Row:
         logits, scores: canonical FP32 `[vocabulary]` a committed token, where the caller wants them.
         repaired: columns of the fast path that were replaced.
         done: ended by EOS, limit, a criterion, an error or a cancellation.
+        finish_reason: which of them, `"eos"`, `"length"`, `"stop"` (a criterion), `"error"` or `"cancelled"`.
         cancelled: the caller wants no more of it.
         error: what went wrong in the row's own processors or criteria, where that ends the row alone.
     """
@@ -99,6 +100,7 @@ class Row:
     wasted: int = 0
     repaired: int = 0
     done: bool = False
+    finish_reason: str = ""
     cancelled: bool = False
     error: Exception | None = None
 

@@ -1,0 +1,137 @@
+"""A threshold calibrated on one dataset, used unchanged on the others: what it triggers and what it misses there.
+
+OMP_NUM_THREADS=1 python -m evals.transfer --source math500 --targets gsm8k,humaneval,chat --limit 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from margingate_hf import MarginGateConfig, MarginGateEngine
+from margingate_hf.bounds import binomial_upper_bound
+from margingate_hf.calibration import calibrate, observe
+from margingate_hf.demo.run import as_prompts, load
+
+from .machine import as_text, describe
+from .prompts import DATASETS, load_prompts
+
+
+def judge(model: Any, prompts: list[list[int]], threshold: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Trigger rate and misses of a threshold on prompts it was not calibrated on."""
+    engine = MarginGateEngine(model, MarginGateConfig(), max_rows=max(options.batch_sizes))
+    outputs = engine.generate(prompts, max_new_tokens=options.new_tokens, do_sample=False)
+    texts = [output.generated_tokens for output in outputs.values()]
+    seen = []
+    for size in options.batch_sizes:
+        seen += observe(model, prompts, texts, size, "float32")
+    flips = [one for one in seen if one.flipped]
+    missed = [one for one in flips if one.margin >= threshold]
+    return {
+        "steps": len(seen),
+        "flips": len(flips),
+        "missed": len(missed),
+        "miss_bound": binomial_upper_bound(len(missed), len(seen), options.confidence),
+        "trigger_rate": sum(not one.margin >= threshold for one in seen) / len(seen),
+        "largest_flip": max((one.margin for one in flips), default=None),
+        "prompts": len(prompts),
+        "prompts_missed": len({one.prompt for one in missed}),
+    }
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """The calibration and one row a dataset."""
+    found = record["calibration"]
+    lines = [
+        "# Transfer of a calibrated threshold",
+        "",
+        f"`{record['command']}`",
+        "",
+        f"{as_text(record['machine'])}. SmolLM2-135M-Instruct in BF16 unless the command says otherwise.",
+        "",
+        f"Calibrated on {record['source']}: threshold {found['threshold']:.4g} logits ({found['threshold_steps']:.3g} "
+        f"BF16 steps), asked for at most {found['miss_rate']:.0e} missed flips a step at {found['confidence']:.0%}; "
+        f"bound reached {found['miss_bound']:.1e}" + ("." if found["sufficient"] else " (**sample too small**)."),
+        "",
+        "| batch size | steps | flips | near ties | confident | largest margin of a flip |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["batch_sizes"]:
+        cells = [row["batch_size"], row["steps"], row["flips"], row["near_ties"], row["confident"], row["largest_flip"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "",
+        "| dataset | steps | flips | flip rate | trigger rate | missed | upper bound | prompts with a miss | largest |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in record["datasets"].items():
+        lines.append(
+            f"| {name} | {row['steps']} | {row['flips']} | {row['flips'] / row['steps']:.2%} "
+            f"| {row['trigger_rate']:.1%} | {row['missed']} | {row['miss_bound']:.1e} "
+            f"| {row['prompts_missed']} of {row['prompts']} | "
+            f"{row['largest_flip']} |"
+        )
+    edges, shares = found["curve"]["edges"], found["curve"]["probabilities"]
+    lines += ["", "| margin from | flip probability |", "|---|---|"]
+    lines += [f"| {edge} | {share:.2g} |" for edge, share in zip(edges, shares, strict=True)]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--source", choices=DATASETS, default="math500")
+    parser.add_argument("--targets", default="gsm8k,humaneval,chat")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument(
+        "--batch-sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8]
+    )
+    parser.add_argument("--miss-rate", type=float, default=1e-3)
+    parser.add_argument("--confidence", type=float, default=0.95)
+    parser.add_argument("--out", type=Path, default=Path("evals/results"))
+    options = parser.parse_args()
+    model, tokenizer = load(options.model, progress=True)
+
+    def prompts_of(dataset: str) -> list[list[int]]:
+        texts = as_prompts(tokenizer, load_prompts(dataset, options.limit, options.data_dir))
+        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    found = calibrate(
+        model,
+        prompts_of(options.source),
+        options.batch_sizes,
+        options.miss_rate,
+        options.confidence,
+        options.new_tokens,
+        progress_bar=True,
+    )
+    datasets = {
+        name: judge(model, prompts_of(name), found.threshold, options)
+        for name in tqdm(options.targets.split(","), desc="transfer")
+    }
+    command = (
+        f"python -m evals.transfer --source {options.source} --targets {options.targets} --limit {options.limit} "
+        f"--new-tokens {options.new_tokens} --batch-sizes {','.join(map(str, options.batch_sizes))} "
+        f"--miss-rate {options.miss_rate:g}"
+    )
+    record = {
+        "command": command,
+        "machine": describe(),
+        "source": options.source,
+        "calibration": found.to_dict(),
+        "datasets": datasets,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "transfer.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "transfer.md").write_text(as_markdown(record))
+    print(as_markdown(record))
+
+
+if __name__ == "__main__":
+    main()
