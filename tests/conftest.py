@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -71,3 +72,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Run by test_kernels.py in a process of their own.
 collect_ignore = ["kernels"]
+
+
+@pytest.fixture
+def tiny_checkpoint(tmp_path: Path, smollm2: tuple[Any, Any]) -> Path:
+    """A random two-layer model with SmolLM2's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _, tokenizer = smollm2
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=2,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from margingate_hf import cli
 from margingate_hf.demo import checkpoint, run
@@ -31,27 +30,6 @@ def test_divergence_reports_the_earliest_and_its_margin() -> None:
 
 def test_there_are_sixteen_prompts() -> None:
     assert len(set(PROMPTS)) == 16
-
-
-@pytest.fixture
-def tiny_checkpoint(tmp_path: Path, smollm2: tuple[Any, Any]) -> Path:
-    """A random two-layer model with SmolLM2's tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    _, tokenizer = smollm2
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=2,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.smollm2
