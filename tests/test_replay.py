@@ -24,7 +24,9 @@ RECEIPT = MarginGateConfig(receipt=True)
 def made(model: Any, config: MarginGateConfig = RECEIPT, **arguments: Any) -> list[Transcript]:
     found = model.generate_batch(PROMPTS, **{"max_new_tokens": 14, "do_sample": False, **arguments}, margin_gate=config)
     keep = {name: value for name, value in arguments.items() if name != "max_new_tokens"}
-    return [Transcript(output.prompt_ids, output.generated_tokens, output.receipt, dict(keep)) for output in found.values()]
+    return [
+        Transcript(output.prompt_ids, output.generated_tokens, output.receipt, dict(keep)) for output in found.values()
+    ]
 
 
 def check(model: Any, one: Transcript, **changes: Any) -> Replay:

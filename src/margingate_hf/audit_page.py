@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from html import escape
 
 from .auditing import AuditedText, AuditReport, Finding
@@ -62,7 +63,8 @@ def as_html(report: AuditReport) -> str:
 
 
 def _text_section(index: int, text: AuditedText, finding: Finding | None, report: AuditReport) -> str:
-    head = escape(text.text.strip().replace("\n", " ")[:90])
+    shared = os.path.commonprefix([other.text for other in report.texts]) if len(report.texts) > 1 else ""
+    head = escape(text.text[len(shared) :].strip().replace("\n", " ")[:90])
     if finding is None:
         body = _pane("alone and in every batch", text.pieces, len(text.pieces))
         return (

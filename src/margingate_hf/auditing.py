@@ -6,6 +6,7 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Finding:
         margins: 16-bit top-1/top-2 gap there, alone and in the batch, in logits.
         fp32_gap: how far the verifier puts the token alone ahead of the one in the batch, in logits; negative behind.
         fp32_margin: the verifier's own top-1/top-2 gap there.
-        padding_error: relative distance of FP32 logits there between the padded row and the unpadded one.
+        padding_error: relative distance of FP32 logits between the padded row and the unpadded one, there or at the
+            prompt's end.
         verdict: `"rounding"` or `"bug"`; `reason`: one sentence.
     """
 
@@ -195,7 +197,7 @@ def _enabled(model: Any) -> Iterator[None]:
 
 def _about(model: Any, sizes: list[int], new_tokens: int) -> dict[str, Any]:
     return {
-        "model": getattr(model.config, "name_or_path", "") or type(model).__name__,
+        "model": Path(getattr(model.config, "name_or_path", "")).name or type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "batch_sizes": [1, *sizes],
@@ -295,10 +297,9 @@ class _Auditor:
         row: int,
     ) -> Finding:
         text = self.texts[prompt]
-        prefix = text.tokens[:index]
-        alone = self._fp32(self._inputs([self.prompts[prompt]]), 0, prefix)
-        padded = self._fp32(inputs, row, prefix)
-        error = float((padded - alone).norm() / alone.norm())
+        alone, error = self._padding_error(prompt, text.tokens[:index], inputs, row)
+        if index:  # what is wrong at the prompt's end may be right again behind it, the token there by luck
+            error = max(error, self._padding_error(prompt, [], inputs, row)[1])
         pair = [tokens[index] if index < len(tokens) else None for tokens in (text.tokens, new)]
         best = alone.topk(2).values
         gap = None if None in pair else float(alone[pair[0]] - alone[pair[1]])
@@ -318,6 +319,14 @@ class _Auditor:
             verdict=verdict,
             reason=reason,
         )
+
+    def _padding_error(
+        self, prompt: int, prefix: list[int], inputs: dict[str, torch.Tensor], row: int
+    ) -> tuple[torch.Tensor, float]:
+        """FP32 logits `[vocabulary]` of a prompt alone behind `prefix`, and the distance of its padded row's."""
+        alone = self._fp32(self._inputs([self.prompts[prompt]]), 0, prefix)
+        padded = self._fp32(inputs, row, prefix)
+        return alone, float((padded - alone).norm() / alone.norm())
 
     def _fp32(self, inputs: dict[str, torch.Tensor], row: int, prefix: list[int]) -> torch.Tensor:
         """
