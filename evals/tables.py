@@ -181,7 +181,7 @@ def as_markdown(record: dict[str, Any], name: str) -> str:
             "",
             f"{as_text(record['machine'])}. {chosen['limit']} prompts, {chosen['new_tokens']} new tokens. Columns are "
             "defined in `docs/metrics.md`. Each time is one run in a process of its own, other work beside it: compare "
-            "times in `evals/results/cost.md` instead.",
+            "times in `evals/results/cost_b8.md` instead.",
             "",
             *_over_systems(summary),
             "",

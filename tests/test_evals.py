@@ -1,0 +1,118 @@
+"""The evaluation programs: measures on planted texts, and a small run of each program from end to end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals import determinism, metrics, transfer
+from evals.answers import is_right
+from evals.decoding import Run
+from evals.systems import DEFAULT, SYSTEMS
+from evals.tables import summarise
+
+
+def run(size: int, tokens: list[list[int]], margins: list[list[float]] | None = None, **fields: Any) -> Run:
+    margins = margins or [[1.0] * len(row) for row in tokens]
+    return Run("off", "chat", size, tokens, margins, [[0.5] * len(row) for row in tokens], seconds=2.0, **fields)
+
+
+ALONE = run(1, [[1, 2, 3, 4], [5, 6, 7, 8], [9, 9]])
+BATCH = run(2, [[1, 2, 3, 4], [5, 0, 7, 8], [9, 9, 9]], [[1.0] * 4, [1.0, 0.125, 1.0, 1.0], [1.0] * 3])
+
+
+def test_partings_and_rates() -> None:
+    assert [(p.prompt, p.index, p.margin) for p in metrics.partings(ALONE, BATCH)] == [(1, 1, 0.125), (2, 2, 1.0)]
+    assert metrics.determinism_rate(ALONE, BATCH) == pytest.approx(1 / 3)
+    assert metrics.flip_rate(ALONE, BATCH) == pytest.approx(2 / (4 + 2 + 3)), "steps up to the divergence, it included"
+    assert metrics.flip_rate(ALONE, ALONE) == 0.0
+
+
+def test_division_indices_and_quartiles() -> None:
+    assert metrics.division_indices([ALONE, BATCH]) == [None, 1, 2]
+    assert metrics.quartiles([4]) == (4, 4, 4)
+    assert metrics.quartiles([1, 2, 3, 4, 5]) == (2, 3, 4)
+    assert all(math.isnan(value) for value in metrics.quartiles([]))
+
+
+def test_spreads() -> None:
+    other = run(2, ALONE.tokens)
+    other.top1[0][3] = 0.7
+    assert metrics.spread_of_top1([ALONE, other]) == pytest.approx(0.1 / 10)
+    parted = run(2, BATCH.tokens)
+    parted.top1[1] = [0.5, 0.5, 0.1, 0.1]
+    assert metrics.spread_of_top1([ALONE, parted]) == 0.0, "steps behind a divergence are not compared"
+    assert metrics.spread_of_length([ALONE, BATCH]) == pytest.approx(0.5 / 3)
+    assert metrics.spread_of_accuracy([[True, False], [True, True]]) == pytest.approx(25.0)
+
+
+def test_agreement_and_survival() -> None:
+    assert metrics.agreement(ALONE, ALONE) == 1.0
+    assert metrics.agreement(BATCH, ALONE) == pytest.approx(1 / 3)
+    assert metrics.survival(ALONE, BATCH, 4) == pytest.approx([1.0, 1.0, 2 / 3, 1 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text", "answer", "right"),
+    [
+        ("gsm8k", "so 3 + 4 = 7 and then 1,234", "... #### 1234", True),
+        ("gsm8k", "it is 7.", "#### 8", False),
+        ("gsm8k", "no number", "#### 8", False),
+        ("math500", r"thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}", True),
+        ("math500", r"\boxed{3} or \boxed{ 4 }", "4", True),
+        ("math500", r"\boxed{3", "3", False),
+    ],
+)
+def test_answers(dataset: str, text: str, answer: str, right: bool) -> None:
+    assert is_right(dataset, text, answer) == right
+
+
+def test_the_table_counts_what_the_runs_hold() -> None:
+    counts = {"row_steps": 10, "low_margin_steps": 2, "flips": 1, "repaired_columns": 1, "wasted_tokens": 0}
+    summary = summarise(
+        {"off": [ALONE, BATCH], "paper": [ALONE, run(2, ALONE.tokens, counts=counts)]}, "chat", 3, None, str
+    )
+    assert summary["off"]["prompts_that_move"] == 2 and summary["paper"]["prompts_that_move"] == 0
+    last = summary["paper"]["batch_sizes"][1]
+    assert last["trigger_rate"] == 0.2 and last["triggered_steps"] == pytest.approx(1 - 0.8**2)
+    assert last["time_over_off"] == 1.0 and last["agrees_with_off_alone"] == 1.0
+
+
+def test_systems_are_what_they_are_called() -> None:
+    assert set(DEFAULT) <= SYSTEMS.keys()
+    assert SYSTEMS["off"].gate() is SYSTEMS["fp32"].gate() is None
+    assert SYSTEMS["certified-1-plane"].gate().kv_planes == 1
+
+
+@pytest.mark.smollm2
+def test_determinism_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", str(tiny_checkpoint), "--dataset", "chat", "--limit", "3", "--new-tokens", "5"]
+    arguments += ["--batch-sizes", "1,3", "--systems", "off,paper,certified", "--out", str(tmp_path)]
+    determinism.main(arguments)
+    name = f"{tiny_checkpoint.name}_chat"
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record["systems"]["certified"]["prompts_that_move"] == 0
+    with (tmp_path / f"{name}.csv").open() as lines:
+        assert len(list(csv.DictReader(lines))) == 6
+    assert all((tmp_path / f"{name}_{kind}.png").stat().st_size > 2000 for kind in ("margins", "survival", "tradeoff"))
+    monkeypatch.setattr(determinism.subprocess, "run", lambda *_, **__: pytest.fail("a kept run was made again"))
+    determinism.main(arguments)
+    with pytest.raises(SystemExit):
+        determinism.main(["--systems", "offf"])
+
+
+@pytest.mark.smollm2
+def test_transfer_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", str(tiny_checkpoint), "--source", "chat", "--targets", "chat", "--limit", "2"]
+    arguments += ["--new-tokens", "4", "--batch-sizes", "1,2", "--miss-rate", "0.5", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["transfer", *arguments])
+    transfer.main()
+    record = json.loads((tmp_path / "transfer.json").read_text())
+    assert record["datasets"]["chat"]["steps"] == record["calibration"]["steps"] > 0
+    assert record["datasets"]["chat"]["flips"] == record["calibration"]["flips"], "the same prompts, the same flips"
