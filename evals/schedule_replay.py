@@ -131,8 +131,9 @@ def as_markdown(record: dict) -> str:
         "",
         f"`{record['command']}`",
         "",
-        f"Margins and flips recorded on {as_text(record['machine'])}, SmolLM2-135M-Instruct, {record['limit']} prompts "
-        f"of {record['dataset']}, {record['new_tokens']} new tokens ({record['flips']} flips in {record['steps']} steps). "
+        f"Margins and flips recorded on {as_text(record['machine'])}, SmolLM2-135M-Instruct, "
+        f"{record['limit']} prompts of {record['dataset']}, {record['new_tokens']} new tokens "
+        f"({record['flips']} flips in {record['steps']} steps). "
         "Time over the best of the fixed schedules; rows decode in groups of the batch size.",
         "",
     ]

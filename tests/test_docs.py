@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 import margingate_hf
 from margingate_hf import MarginGateConfig, MarginGateStatistics
+from margingate_hf.cli import VERBS
+from margingate_hf.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "kernels").glob("*.md")]
@@ -74,7 +77,36 @@ def test_the_configuration_page_names_every_field_and_default() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(MarginGateConfig)}
     assert rows.keys() == fields.keys()
     for name, default in fields.items():
-        assert rows[name].strip("`").replace('"', "") in (str(default), f"{default:g}" if default == 0.5 else "")
+        assert rows[name].strip("`").replace('"', "") == str(default)
+    presets = dict(re.findall(r'^\| `"(\w+)"` \| (.*?) \|', page, flags=re.M))
+    assert presets.keys() == PRESETS.keys()
+    for name, fields_of in PRESETS.items():
+        for field, value in (fields_of or {}).items():
+            shown = f'"{value}"' if isinstance(value, str) else str(value)
+            assert f"{field}={shown}" in presets[name]
+
+
+def test_generated_parts_are_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for (name, part), make in module.PARTS.items():
+        page = (ROOT / "docs" / name).read_text()
+        assert page == module.filled(page, part, make()), f"python docs/generate.py rewrites {name}"
+
+
+@pytest.mark.smollm2
+def test_replay_snippet_runs(smollm2: tuple[Any, Any], capsys: pytest.CaptureFixture) -> None:
+    model, tokenizer = smollm2
+    snippet = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "audit_and_replay.md").read_text(), flags=re.S)[0]
+    exec(compile(snippet, "audit_and_replay.md", "exec"), {"model": model, "tokenizer": tokenizer})
+    assert capsys.readouterr().out.strip() == "True"
+
+
+def test_the_commands_page_names_every_verb() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert all(f"margingate {verb}" in page for verb in VERBS)
 
 
 def test_the_statistics_page_names_real_fields() -> None:
