@@ -272,3 +272,77 @@ def test_the_command_line(checkpoint: str, tasks: Path, tmp_path: Path) -> None:
         [*command, "--model_args", f"pretrained={checkpoint},preset=exact"], capture_output=True, text=True
     )
     assert bad.returncode != 0 and "`preset` must be one of" in bad.stderr
+
+
+@pytest.mark.smollm2
+def test_the_gate_log_is_a_file_of_transcripts(checkpoint: str, tasks: Path, tmp_path: Path) -> None:
+    from margingate_hf.replaying import read_transcripts, replay_all
+
+    log = tmp_path / "gate.jsonl"
+    evaluate(checkpoint, tasks, 3, gate_log=str(log), receipt=True)
+    model = MarginGateLM(pretrained=checkpoint, dtype="bfloat16", batch_size=2, device="cpu").model
+    stored = read_transcripts(log)
+    assert len(stored) == len(QUESTIONS)
+    assert all(result.canonical for result in replay_all(model, stored))
+    stored[1].output[2] += 1
+    assert [result.canonical for result in replay_all(model, stored)].count(False) == 1
+
+
+def test_off_is_hf(checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="use `--model hf`"):
+        MarginGateLM(pretrained=checkpoint, preset="off", device="cpu")
+
+
+@pytest.mark.smollm2
+def test_gated_presets_run(checkpoint: str, tasks: Path) -> None:
+    about = evaluate(checkpoint, tasks, 3, preset="paper")["config"]["margingate"]
+    assert about["coverage"] == "gated" and any("gated" in note for note in about["notes"])
+
+
+def samples_of(folder: Path) -> list[Any]:
+    lines = [line for path in sorted(folder.rglob("samples_*.jsonl")) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    return sorted((record["prompt_hash"], record["target_hash"], str(record["resps"])) for record in records)
+
+
+@pytest.mark.smollm2
+@pytest.mark.long
+def test_two_processes_give_the_responses_of_one(checkpoint: str, tasks: Path, tmp_path: Path) -> None:
+    tail = ["--model", "margingate-hf", "--model_args", f"pretrained={checkpoint},dtype=bfloat16"]
+    tail += ["--tasks", "toy_generate,toy_choice", "--include_path", str(tasks), "--device", "cpu"]
+    tail += ["--batch_size", "2", "--log_samples"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
+    counts = []
+    for name, start in (("one", [sys.executable, "-m"]), ("two", launch)):
+        command = [*start, "margingate_hf.lm_eval", *tail, "--output_path", str(tmp_path / name)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (results,) = (tmp_path / name).rglob("results_*.json")
+        about = json.loads(results.read_text())["config"]["margingate"]
+        counts.append({key: about[key] for key in ("new_tokens", "scored_tokens")})
+    assert samples_of(tmp_path / "one") == samples_of(tmp_path / "two") != []
+    assert counts[0] == counts[1], "counts are summed over the processes"
+
+
+@pytest.mark.smollm2
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["0.4.10", "0.4.11", "0.4.12"])
+def test_older_releases_know_the_model(version: str, checkpoint: str, tasks: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    target = tmp_path / "lm_eval_old"
+    subprocess.run([*pip, "--target", str(target), f"lm-eval=={version}"], check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "lm_eval", "--model", "margingate-hf", "--tasks", "toy_generate,toy_choice"]
+    command += ["--model_args", f"pretrained={checkpoint},dtype=bfloat16", "--include_path", str(tasks)]
+    command += ["--device", "cpu", "--batch_size", "3", "--log_samples", "--output_path", str(tmp_path / "out")]
+    # The start-up hook does this in an installed wheel; `tests/test_packaging.py` has that.
+    starter = "import sys, runpy, _margingate_lm_eval_hook, lm_eval; from importlib.metadata import version\n"
+    starter += f"assert lm_eval.__file__.startswith({str(target)!r}), lm_eval.__file__\n"
+    starter += "sys.argv = sys.argv[1:]; runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", starter, *command[2:]], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = sorted(str(resps) for resps in responses(evaluate(checkpoint, tasks, 1)))
+    assert sorted(resps for *_, resps in samples_of(tmp_path / "out")) == expected
