@@ -13,7 +13,7 @@ from margingate_hf.rope import needs_long_table
 from margingate_hf.verifier import verifier_for
 
 # The default schedule may find that drafts do not pay on a machine, and then nothing is drafted that could go wrong.
-DRAFTING = MarginGateConfig(schedule="window")
+DRAFTING = MarginGateConfig(schedule="window", window=8)
 
 
 @dataclass

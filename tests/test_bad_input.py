@@ -57,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "streamer": ({"streamer": Silent()}, ValueError, "`streamer`='Silent'.*got 2"),
     "reference": ({"margin_gate": {"reference": "fp64"}}, ValueError, "`reference`.*'fp32', 'alone'"),
     "rows": ({"margin_gate": {"rows_per_pass": 0}}, ValueError, "`rows_per_pass` must be between 1"),
+    "no calibration": ({"margin_gate": {"calibration": "nowhere"}}, ValueError, "`calibration`='nowhere' holds no"),
     "calibration": ({"margin_gate": {"calibration": 3}}, TypeError, "`calibration`.*got 3"),
     "unknown": ({"margin_gate": {"windw": 3}}, ValueError, "`windw`.*Did you mean `window`"),
     "type": ({"margin_gate": "yes"}, TypeError, "`margin_gate`.*'yes'"),

@@ -103,7 +103,7 @@ def test_eos_in_the_middle_of_a_window_ends_the_row_there(llama: Any) -> None:
 
 def test_rows_that_end_leave_the_batch(llama: Any) -> None:
     first = canonical(llama, PROMPTS[0], 1).tokens[0]
-    out = gated(llama, eos_token_id=first, margin_gate=MarginGateConfig(schedule="window"))
+    out = gated(llama, eos_token_id=first, margin_gate=MarginGateConfig(window=8, schedule="window"))
     rows = out.margin_gate.rows
     assert rows[0].new_tokens == 1
     assert out.margin_gate.row_steps < 2 * out.margin_gate.fast_steps + 1

@@ -88,7 +88,7 @@ def test_these_checks_fail_with_a_plain_fp32_verifier(name: str) -> None:
 def test_a_flip_at_any_position_is_rolled_back(offset: int) -> None:
     prompts = random_prompts([9, 30, 17])
     with disturbed_drafts(model_of("llama"), lambda position: position % 8 == offset):
-        assert_canonical("llama", prompts, MarginGateConfig(threshold=0, schedule="window"))
+        assert_canonical("llama", prompts, MarginGateConfig(threshold=0, window=8, schedule="window"))
 
 
 def test_every_draft_wrong() -> None:

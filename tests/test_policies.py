@@ -83,7 +83,7 @@ def test_nothing_beyond_the_drafts_is_committed_unread() -> None:
 # BF16 operands
 
 
-SHORT = MarginGateConfig(precision="bfloat16", schedule="window")
+SHORT = MarginGateConfig(precision="bfloat16", window=5, schedule="window")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gpt2", "gemma2", "mixtral"])

@@ -45,7 +45,11 @@ def test_flip_probability_falls_from_a_coin_toss() -> None:
 
 def test_without_measurements_the_window_decides() -> None:
     assert not should_verify([row(0.0, 0.0)], COST)
-    assert should_verify([Pending(63, 0, False)], COST)
+    assert not should_verify([Pending(6, 0, False)], COST)
+    assert should_verify([Pending(7, 0, False)], COST), "a short one while nothing is measured"
+    free = Costs(step_fixed=0, step_row=1e-9, pass_fixed=1, pass_token=0)
+    assert not should_verify([row(*[9.0] * 62)], COST, free)
+    assert should_verify([Pending(63, 0, False)], COST, free)
     assert should_verify([Pending(1, 0, True)], COST, Costs(1, 0, 1, 0))
 
 

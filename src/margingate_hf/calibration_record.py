@@ -161,12 +161,23 @@ def fingerprint(verifier: Verifier) -> dict[str, Any]:
     }
 
 
-def _record(config: MarginGateConfig) -> MarginGateCalibration | None:
+def record_of(config: MarginGateConfig) -> MarginGateCalibration | None:
+    """
+    The calibration a config names, or `None`.
+
+    Raises:
+        `ValueError`: it is not a record, or there is none where it points.
+    """
     value = config.calibration
     if value is None:
         return None
     if isinstance(value, str):
-        return MarginGateCalibration.from_pretrained(value)
+        try:
+            return MarginGateCalibration.from_pretrained(value)
+        except OSError:
+            raise ValueError(
+                f"`calibration`={value!r} holds no {FILE}; name the file or its folder, or run `margingate calibrate`."
+            ) from None
     return MarginGateCalibration.from_dict(value)
 
 
@@ -174,7 +185,7 @@ def flip_estimate(config: MarginGateConfig, verifier: Verifier) -> tuple[Callabl
     """
     P(flip | margin) for the schedule, and a note where the calibration was made with something else.
     """
-    record = _record(config)
+    record = record_of(config)
     if record is None:
         return flip_probability, []
     differences = record.differs_from(verifier)
@@ -187,5 +198,5 @@ def flip_estimate(config: MarginGateConfig, verifier: Verifier) -> tuple[Callabl
 
 def calibrated_bound(config: MarginGateConfig) -> float | None:
     """The record's bound on misses a step, where the threshold in use is at least the calibrated one."""
-    record = _record(config)
+    record = record_of(config)
     return None if record is None or config.threshold < record.threshold else record.miss_bound

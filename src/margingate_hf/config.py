@@ -48,8 +48,9 @@ class MarginGateConfig:
         reference (`str`, *optional*, defaults to `"fp32"`):
             Under `coverage="gated"`, what a low-margin step is computed again by: `"fp32"`: the verifier; `"alone"`:
             the same 16-bit step as a batch of one.
-        window (`int`, *optional*, defaults to 8):
-            Tokens of one row that one verifier pass may cover. `1` decodes by the verifier alone.
+        window (`int`, *optional*, defaults to 32):
+            Most tokens of one row that one verifier pass may cover, and so the most a streamer gets at once. `1`
+            decodes by the verifier alone.
         schedule (`str`, *optional*, defaults to `"cost"`):
             When to run a pass. `"window"`: a row's window is full or a row would end. `"margin"`: also when a row has
             `low_margin_limit` low-margin steps pending. `"cost"`: also as soon as one more draft would cost more time
@@ -87,7 +88,7 @@ class MarginGateConfig:
     threshold: float = 0.5
     coverage: str = "full"
     reference: str = "fp32"
-    window: int = 8
+    window: int = 32
     schedule: str = "cost"
     rows_per_pass: int | None = None
     low_margin_limit: int = 3

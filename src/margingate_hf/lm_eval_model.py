@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from .config import MarginGateConfig
 from .enabling import enable
 from .engine import MarginGateEngine, MarginGateGenerationOutput
+from .requests import check_gate
 from .scoring import score_continuations
 from .verifier import verifier_for
 
@@ -104,6 +105,7 @@ class MarginGateLM(HFLM):
             )
         self.model.eval()
         enable(self.model)
+        check_gate(self.model, self.gate)
         rows = DEFAULT_ROWS if self.batch_size == "auto" else int(self.batch_size)
         self.engine = MarginGateEngine(self.model, self.gate, max_rows=rows, prefix_bytes=prefix_bytes)
         self._own: dict[str, float] = dict.fromkeys((*COUNTS, *SECONDS), 0)

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from .cache import MarginGateCache
+from .calibration_record import record_of
 from .config import MarginGateConfig
 from .dispatch import BACKENDS, missing
 from .placement import execution_device, named_weights
@@ -86,13 +87,14 @@ def check_model(model: Any) -> None:
 
 def check_gate(model: Any, gate: MarginGateConfig) -> None:
     """
-    Refuses settings of the gate that this model cannot have.
+    Refuses settings of the gate that this model cannot have, and a calibration that cannot be read.
 
     Raises:
         `ValueError`: names the field and what to do.
     """
     if gate.precision == "bfloat16" and model.dtype != torch.bfloat16:
         raise refuse("precision", "bfloat16", f'the model is in {model.dtype}; use "float32", or load it in BF16')
+    record_of(gate)  # a file that is not there should be missed now
 
 
 def check_length(model: Any, length: int, row: int, coverage: str) -> None:

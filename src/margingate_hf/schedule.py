@@ -15,6 +15,8 @@ FLIP_AT_TIE = 0.5
 FLIP_DECAY = 0.15
 # The same for a draft whose margin is not known yet.
 FLIP_BEFORE_DRAFT = 0.025
+# What the cost schedule fills while it has measured neither a step nor a pass.
+UNMEASURED_WINDOW = 8
 
 
 def flip_probability(margin: float) -> float:
@@ -90,13 +92,15 @@ def should_verify(rows: Sequence[Pending], config: MarginGateConfig, costs: Cost
     Args:
         rows (`Sequence[Pending]`): the rows still decoding.
         config ([`MarginGateConfig`]): `window`, `schedule`, `low_margin_limit`.
-        costs ([`Costs`], *optional*): measured times, for `schedule="cost"`; without them that schedule fills the
+        costs ([`Costs`], *optional*): measured times, for `schedule="cost"`; without them that schedule fills a short
             window.
     """
     if config.schedule == "step" and config.window > 1:
         return any(row.drafts for row in rows)
+    unmeasured = config.schedule == "cost" and costs is None
+    window = min(config.window, UNMEASURED_WINDOW) if unmeasured else config.window
     for row in rows:
-        if row.would_end or row.drafts + 1 >= config.window:
+        if row.would_end or row.drafts + 1 >= window:
             return True
         if config.schedule == "margin" and row.low >= config.low_margin_limit:
             return True
