@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,7 +197,7 @@ def _reference(model: Any, pairs: list[tuple[list[int], list[int]]]) -> list[tup
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"preset": "exact"}, "`preset` must be one of 'certified', 'grouped', 'layercast', got 'exact'"),
+        ({"preset": "exact"}, "`preset` must be one of 'certified', 'paper', .*got 'exact'"),
         ({"window": 0}, "`window` must be between 1 and 512, got 0"),
         ({"prefix_bytes": -1}, "`prefix_bytes`"),
     ],
@@ -344,5 +345,11 @@ def test_older_releases_know_the_model(version: str, checkpoint: str, tasks: Pat
         [sys.executable, "-c", starter, *command[2:]], capture_output=True, text=True, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = sorted(str(resps) for resps in responses(evaluate(checkpoint, tasks, 1)))
-    assert sorted(resps for *_, resps in samples_of(tmp_path / "out")) == expected
+    expected = [str(resps) for resps in responses(evaluate(checkpoint, tasks, 1))]
+    found = [resps for *_, resps in samples_of(tmp_path / "out")]
+    # The file has lists and texts where the responses have tuples and numbers.
+    assert sorted(bare(one) for one in found) == sorted(bare(one) for one in expected)
+
+
+def bare(text: str) -> str:
+    return re.sub(r"[][()']", "", text)
