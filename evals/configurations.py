@@ -28,6 +28,7 @@ from .decoding import Run, decode
 from .determinism import load
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 from .systems import SYSTEMS
 
 DEFAULT = ("off", "fp32", "certified-1-plane", "certified", "certified-3-planes")
@@ -189,10 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "configurations": [one.name for one in every],
         "systems": systems,
     }
-    out = Path(options.out)
-    (out / "configurations.json").write_text(json.dumps(record, indent=1) + "\n")
-    (out / "configurations.md").write_text(as_markdown(record))
-    print(as_markdown(record))
+    write(Path(options.out), "configurations", record, as_markdown(record))
 
 
 if __name__ == "__main__":

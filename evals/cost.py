@@ -6,7 +6,6 @@ OMP_NUM_THREADS=2 python -m evals.cost --batch-size 8 --limit 8 --new-tokens 32 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from .decoding import Run, decode
 from .determinism import load
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 from .systems import SYSTEMS
 
 DEFAULT = (
@@ -129,10 +129,7 @@ def main() -> None:
         "new_tokens": options.new_tokens,
         "seconds": measure(options),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"cost_b{options.batch_size}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / f"cost_b{options.batch_size}.md").write_text(as_markdown(record))
-    print(as_markdown(record))
+    write(options.out, f"cost_b{options.batch_size}", record, as_markdown(record))
 
 
 if __name__ == "__main__":

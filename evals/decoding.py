@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from margingate_hf import MarginGateConfig
+from margingate_hf.demo.compare import eos_ids, until_end
 from margingate_hf.gate import top2_margin
 
 COUNTS = (
@@ -72,8 +73,7 @@ def decode(
         gate ([`MarginGateConfig`], *optional*): `None` decodes as transformers does.
         tick (`Callable`): told how many prompts each batch has finished.
     """
-    eos = model.generation_config.eos_token_id
-    ends = set() if eos is None else set(torch.tensor(eos).flatten().tolist())
+    ends = eos_ids(model)
     for start in range(0, len(texts), run.batch_size):
         part = list(texts[start : start + run.batch_size])
         batch = tokenizer(part, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
@@ -87,7 +87,7 @@ def decode(
             output_logits=True,
         )
         run.seconds += time.perf_counter() - began
-        rows = [_until_end(row, ends) for row in out.sequences[:, batch["input_ids"].shape[1] :].tolist()]
+        rows = [until_end(row, ends) for row in out.sequences[:, batch["input_ids"].shape[1] :].tolist()]
         _keep_steps(run, rows, out.logits)
         if gate is not None:
             run.plan = out.margin_gate.plan
@@ -104,10 +104,3 @@ def _keep_steps(run: Run, rows: list[list[int]], logits: Sequence[torch.Tensor])
         run.tokens.append(row)
         run.margins.append([float(margins[index]) for margins, _ in steps[: len(row)]])
         run.top1.append([float(top1[index]) for _, top1 in steps[: len(row)]])
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    for index, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: index + 1]
-    return tokens

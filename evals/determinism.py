@@ -25,6 +25,7 @@ from margingate_hf.verifier import verifier_for
 from .decoding import Run, decode
 from .machine import describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 from .systems import DEFAULT, SYSTEMS
 from .tables import as_csv, as_markdown, summarise
 
@@ -156,13 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = f"{options.model.split('/')[-1]}_{options.dataset}" + ("_long" if options.min_new_tokens else "")
     out = Path(options.out)
     record = {"command": command, "settings": settings(options), "machine": describe(), "systems": summary}
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     (out / f"{name}.csv").write_text(as_csv(summary))
-    (out / f"{name}.md").write_text(as_markdown(record, name))
     from .plots import plot_all
 
     plot_all(runs, summary, out, name)
-    print(as_markdown(record, name))
+    write(out, name, record, as_markdown(record, name))
 
 
 def _decoder(options: argparse.Namespace) -> Any:

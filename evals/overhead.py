@@ -6,7 +6,6 @@ python -m evals.overhead --dataset math500 --limit 16 --batch-size 8 --new-token
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from margingate_hf.verifier import verifier_for
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds", "setup_seconds", "wasted_seconds")
 
@@ -123,11 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("evals/results"))
     options = parser.parse_args()
     record = run(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"overhead_{options.dataset}_b{options.batch_size}"
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / f"{name}.md").write_text(as_markdown(record))
-    print(as_markdown(record))
+    write(options.out, f"overhead_{options.dataset}_b{options.batch_size}", record, as_markdown(record))
 
 
 if __name__ == "__main__":

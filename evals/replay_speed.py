@@ -16,6 +16,7 @@ from margingate_hf.demo.run import as_prompts, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 
 
 def main() -> None:
@@ -80,10 +81,8 @@ def main() -> None:
         f"| replay, all in passes of up to 512 tokens | {statistics.median(kept['replay']):.1f} | 1 |",
         "",
     ]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "replay_speed.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "replay_speed.md").write_text("\n".join(lines))
-    print("\n".join(lines))
+    write(options.out, "replay_speed", record, "
+".join(lines))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from margingate_hf.schedule import Costs, FlipCurve, Pending, flip_probability, 
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 
 Trace = Sequence[tuple[float, bool]]  # a text: (margin, flipped) of each step behind its first token
 
@@ -179,10 +179,7 @@ def main() -> None:
             found = [compare(group, costs, curve) for group in groups]
             sizes[size] = {key: sum(group[key] for group in found) for key in found[0]}
         record["profiles"][name] = {"costs": dataclasses.asdict(costs), "batch_sizes": sizes}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "schedule_replay.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "schedule_replay.md").write_text(as_markdown(record))
-    print(as_markdown(record))
+    write(options.out, "schedule_replay", record, as_markdown(record))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ OMP_NUM_THREADS=1 python -m evals.schedules --batch-sizes 8,1 --repeats 3
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from margingate_hf.verifier import verifier_for
 
 from .machine import as_text, describe
 from .prompts import load_prompts
+from .reports import write
 
 SCHEDULES: dict[str, MarginGateConfig] = {
     "cost (default)": MarginGateConfig(),
@@ -89,10 +89,7 @@ def main() -> None:
     ]
     command = f"python -m evals.schedules --batch-sizes {options.batch_sizes} --repeats {options.repeats}"
     record = {"command": command, "machine": describe(), "parts": parts}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "schedules.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "schedules.md").write_text(as_markdown(record))
-    print(as_markdown(record))
+    write(options.out, "schedules", record, as_markdown(record))
 
 
 if __name__ == "__main__":

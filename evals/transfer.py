@@ -6,7 +6,6 @@ OMP_NUM_THREADS=1 python -m evals.transfer --source math500 --targets gsm8k,huma
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from margingate_hf.demo.run import as_prompts, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
+from .reports import write
 
 
 def judge(model: Any, prompts: list[list[int]], threshold: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -127,10 +127,7 @@ def main() -> None:
         "calibration": found.to_dict(),
         "datasets": datasets,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "transfer.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "transfer.md").write_text(as_markdown(record))
-    print(as_markdown(record))
+    write(options.out, "transfer", record, as_markdown(record))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from .config import MarginGateConfig
-from .demo.compare import first_difference
+from .demo.compare import eos_ids, first_difference, until_end
 from .enabling import disable, enable
 from .engine import MarginGateEngine
 from .gate import MarginGateLogitsProcessor
@@ -216,8 +216,7 @@ class _Auditor:
         self.collate, self.new_tokens = collate, new_tokens
         self.texts: list[AuditedText] = []
         self.findings: list[Finding] = []
-        eos = model.generation_config.eos_token_id
-        self.eos = set() if eos is None else set(torch.tensor(eos).flatten().tolist())
+        self.eos = eos_ids(model)
         self._explained: set[int] = set()
 
     def alone(self) -> None:
@@ -267,7 +266,7 @@ class _Auditor:
             margin_gate=None,
         )
         rows = out[:, inputs["input_ids"].shape[1] :].tolist()
-        tokens = [self._until_end(row) for row in rows]
+        tokens = [until_end(row, self.eos) for row in rows]
         return tokens, [gaps[: len(row)] for row, gaps in zip(tokens, recorder.margins.tolist(), strict=True)]
 
     def _pieces(self, tokens: list[int]) -> list[str]:
@@ -279,12 +278,6 @@ class _Auditor:
             pieces.append(text[len(done) :] if whole else "")
             done = text if whole else done
         return pieces
-
-    def _until_end(self, row: list[int]) -> list[int]:
-        for index, token in enumerate(row):
-            if token in self.eos:
-                return row[: index + 1]
-        return row
 
     def _explain(
         self,

@@ -95,7 +95,7 @@ def decode_all(
         tick (`Callable`): told how many prompts each batch has finished.
     """
     result = Decoded("gated" if gate else "plain", batch_size)
-    eos = _eos_ids(model)
+    eos = eos_ids(model)
     for start in range(0, len(texts), batch_size):
         batch = tokenizer(
             list(texts[start : start + batch_size]), return_tensors="pt", padding=True, add_special_tokens=False
@@ -112,7 +112,7 @@ def decode_all(
         )
         result.seconds += time.perf_counter() - began
         width = batch["input_ids"].shape[1]
-        rows = [_until_end(row, eos) for row in out.sequences[:, width:].tolist()]
+        rows = [until_end(row, eos) for row in out.sequences[:, width:].tolist()]
         result.tokens += rows
         if gate:
             result.margins += [row.margins for row in out.margin_gate.rows]
@@ -123,12 +123,14 @@ def decode_all(
     return result
 
 
-def _eos_ids(model: Any) -> set[int]:
+def eos_ids(model: Any) -> set[int]:
+    """Token ids that end a text of a model."""
     eos = model.generation_config.eos_token_id
     return set() if eos is None else set(torch.tensor(eos).flatten().tolist())
 
 
-def _until_end(tokens: list[int], eos: set[int]) -> list[int]:
+def until_end(tokens: list[int], eos: set[int]) -> list[int]:
+    """Tokens up to the first of `eos`, it included: a batched row goes on with padding."""
     for index, token in enumerate(tokens):
         if token in eos:
             return tokens[: index + 1]
