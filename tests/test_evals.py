@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from evals import determinism, metrics, transfer
+from evals import determinism, growth, metrics, schedule_replay, transfer
 from evals.answers import is_right
 from evals.decoding import Run
 from evals.systems import DEFAULT, SYSTEMS
 from evals.tables import summarise
+from margingate_hf import MarginGateConfig
+from margingate_hf.schedule import Costs
 
 
 def run(size: int, tokens: list[list[int]], margins: list[list[float]] | None = None, **fields: Any) -> Run:
@@ -116,3 +118,33 @@ def test_transfer_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch:
     record = json.loads((tmp_path / "transfer.json").read_text())
     assert record["datasets"]["chat"]["steps"] == record["calibration"]["steps"] > 0
     assert record["datasets"]["chat"]["flips"] == record["calibration"]["flips"], "the same prompts, the same flips"
+
+
+@pytest.mark.smollm2
+def test_growth_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "ROWS", (1, 3))
+    monkeypatch.setattr(growth, "LENGTHS", (128, 200))
+    arguments = ["--model", str(tiny_checkpoint), "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["growth", *arguments])
+    growth.main()
+    record = json.loads((tmp_path / "growth.json").read_text())
+    assert [entry["rows"] for entry in record["rows"]] == [1, 3]
+    assert all(entry["pass_window"] > 0 and entry["step"] > 0 for entry in record["lengths"])
+    assert (tmp_path / "growth.png").stat().st_size > 2000
+
+
+def test_schedules_on_paper() -> None:
+    costs = Costs(step_fixed=1.0, step_row=0.0, pass_fixed=4.0, pass_token=0.0)
+    right: list[tuple[float, bool]] = [(9.0, False)] * 8
+    window = MarginGateConfig(schedule="window", window=5)
+    # Two cycles of four drafts and one token more would give ten; the text has eight behind its first.
+    played = schedule_replay.play([right], window, costs)
+    assert (played.steps, played.passes, played.wasted) == (4 + 2, 2, 0)
+    assert played.seconds == 6 * 1.0 + 2 * 4.0
+    flip = [(9.0, False), (0.0, True), (9.0, False), (9.0, False), *right[:4]]
+    played = schedule_replay.play([flip], window, costs)
+    assert played.wasted == 2, "two drafts stand behind the flip"
+    alone = schedule_replay.play([flip], MarginGateConfig(window=1), costs)
+    assert (alone.steps, alone.passes, alone.seconds) == (0, 8, 32.0)
+    dear = Costs(step_fixed=9.0, step_row=0.0, pass_fixed=4.0, pass_token=0.0)
+    assert schedule_replay.play([right], MarginGateConfig(), dear).steps == 0, "a step dearer than a pass"
