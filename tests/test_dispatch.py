@@ -58,3 +58,12 @@ def test_certified_generate_on_a_gpu() -> None:
     for index in range(4):
         alone = model.generate(prompts[index : index + 1], **arguments)
         assert torch.equal(alone[0], together[index][: alone.shape[1]])
+
+
+def test_an_older_gpu_is_refused_with_what_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    from margingate_kernels import launch_table
+
+    monkeypatch.setattr(launch_table, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match="has 7.5.*L4 or A100 runtime.*CPU"):
+        launch_table.launch_for(torch.device("cuda", 0))

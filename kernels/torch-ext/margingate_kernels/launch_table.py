@@ -106,7 +106,8 @@ def launch_for(device: torch.device) -> Launch:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise RuntimeError(
-            f"these kernels need compute capability 8.0 or later (BF16 tensor cores), {device} has {major}.{minor}."
+            f"these kernels need compute capability 8.0 or later (BF16 tensor cores), {device} has {major}.{minor}. "
+            "Choose an A100, L4, RTX 30 or later (on Colab an L4 or A100 runtime), or move the model to the CPU."
         )
     return LAUNCH[90 if major == 9 else 80]
 
