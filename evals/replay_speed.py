@@ -6,7 +6,6 @@ OMP_NUM_THREADS=2 python -m evals.replay_speed --limit 8 --new-tokens 256 --repe
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -81,8 +80,7 @@ def main() -> None:
         f"| replay, all in passes of up to 512 tokens | {statistics.median(kept['replay']):.1f} | 1 |",
         "",
     ]
-    write(options.out, "replay_speed", record, "
-".join(lines))
+    write(options.out, "replay_speed", record, "\n".join(lines))
 
 
 if __name__ == "__main__":

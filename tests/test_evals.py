@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evals import determinism, growth, metrics, schedule_replay, transfer
+from evals import cost, determinism, growth, metrics, replay_speed, schedule_replay, transfer
 from evals.answers import is_right
 from evals.decoding import Run
 from evals.systems import DEFAULT, SYSTEMS
@@ -124,7 +124,7 @@ def test_transfer_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch:
 def test_growth_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "ROWS", (1, 3))
     monkeypatch.setattr(growth, "LENGTHS", (128, 200))
-    arguments = ["--model", str(tiny_checkpoint), "--repeats", "1", "--out", str(tmp_path)]
+    arguments = ["--model", str(tiny_checkpoint), "--repeats", "1", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["growth", *arguments])
     growth.main()
     record = json.loads((tmp_path / "growth.json").read_text())
@@ -148,3 +148,17 @@ def test_schedules_on_paper() -> None:
     assert (alone.steps, alone.passes, alone.seconds) == (0, 8, 32.0)
     dear = Costs(step_fixed=9.0, step_row=0.0, pass_fixed=4.0, pass_token=0.0)
     assert schedule_replay.play([right], MarginGateConfig(), dear).steps == 0, "a step dearer than a pass"
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("program", [replay_speed, cost], ids=["replay_speed", "cost"])
+def test_timing_programs_end_to_end(
+    program: Any, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--model", str(tiny_checkpoint), "--dataset", "chat", "--limit", "2", "--new-tokens", "4"]
+    monkeypatch.setattr(cost, "DEFAULT", ("off", "always", "certified"))
+    monkeypatch.setattr(sys, "argv", ["program", *arguments, "--repeats", "1", "--out", str(tmp_path / "out")])
+    program.main()
+    (result,) = (tmp_path / "out").glob("*.json")
+    assert all(len(values) == 1 and values[0] > 0 for values in json.loads(result.read_text())["seconds"].values())
+    assert "| " in result.with_suffix(".md").read_text()

@@ -19,6 +19,7 @@ from transformers import StoppingCriteriaList
 
 from .cache import MarginGateCache
 from .calibration_record import flip_estimate
+from .canonical import Canonical
 from .config import MarginGateConfig
 from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
@@ -294,7 +295,7 @@ class DecodeLoop:
 
     def _commit(self, row: Row, logits: torch.Tensor) -> None:
         """Compares, commits and rolls back a row; `logits` is `[pending tokens, vocabulary]`."""
-        canonical = _Canonical(row, logits)
+        canonical = Canonical(row, logits)
         decision = compare(row.drafts, canonical, beyond=len(logits) > len(row.drafts))
         row.repaired += len(row.drafts)
         row.flips += decision.flipped
@@ -395,33 +396,3 @@ class DecodeLoop:
         for note in total.notes:
             logger.warning_once(note)  # type: ignore[attr-defined]  # transformers adds it to every logger
         return total
-
-
-class _Canonical:
-    """Canonical tokens of one row's pass; with processors, token `i` is computed once tokens `0 ... i-1` are known."""
-
-    def __init__(self, row: Row, logits: torch.Tensor):
-        self.row = row
-        self.logits = logits
-        self.margins: list[float] = []
-        self._scores: list[torch.Tensor] = []
-        self._text = [*row.prompt, *row.committed]
-        self._drafts = list(row.drafts)
-        self._tokens: list[int] = []
-        if row.is_plain:
-            tokens, margins = implementation("top2_margin", logits.device)(logits)
-            self._tokens, self.margins = tokens.tolist(), margins.tolist()
-
-    def __call__(self, index: int) -> int:
-        if index == len(self._tokens):
-            ids = [*self._text, *self._drafts[:index]]
-            scores = self.row.process(ids, self.logits[index])
-            token, margin = implementation("top2_margin", scores.device)(self.row.perturb(scores, len(ids)))
-            self._tokens.append(int(token))
-            self.margins.append(float(margin))
-            self._scores.append(scores)
-        return self._tokens[index]
-
-    def scores(self, index: int) -> torch.Tensor:
-        """Processed scores of token `index`, float32 `[vocabulary]`."""
-        return self.logits[index] if self.row.is_plain else self._scores[index]

@@ -37,6 +37,7 @@ from .requests import (
 )
 from .rope import needs_long_table
 from .rows import Row
+from .sequences import sequences_of, stacked
 from .verifier import verifier_for
 
 
@@ -288,13 +289,13 @@ class MarginGateGenerationMixin(GenerationMixin):
         statistics.setup_seconds = setup
         if streamer is not None:
             streamer.end()
-        sequences = _sequences(input_ids, request.rows, generation_config)
+        sequences = sequences_of(input_ids, request.rows, generation_config)
         if not generation_config.return_dict_in_generate:
             return sequences
         return MarginGateOutput(
             sequences=sequences,
-            scores=_stacked([row.scores for row in request.rows]) if request.keep_scores else None,
-            logits=_stacked([row.logits for row in request.rows]) if request.keep_logits else None,
+            scores=stacked([row.scores for row in request.rows]) if request.keep_scores else None,
+            logits=stacked([row.logits for row in request.rows]) if request.keep_logits else None,
             cache=cache,
             margin_gate=statistics,
         )
@@ -378,23 +379,6 @@ def _custom_criteria(criteria: StoppingCriteriaList, config: GenerationConfig) -
         if not isinstance(item, EosTokenCriteria)
         and not (isinstance(item, MaxLengthCriteria) and item.max_length == config.max_length)
     )
-
-
-def _sequences(input_ids: torch.Tensor, rows: list[Row], config: GenerationConfig) -> torch.Tensor:
-    """Transformers' layout: the prompt as it came, new tokens, pad after each row's end; int64 `[rows, length]`."""
-    width = max(len(row.committed) for row in rows)
-    pad = config._pad_token_tensor
-    new = input_ids.new_full((len(rows), width), 0 if pad is None else int(pad.flatten()[0]))
-    for row in rows:
-        new[row.index, : len(row.committed)] = new.new_tensor(row.committed)
-    return torch.cat([input_ids, new], dim=1)
-
-
-def _stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """One `[rows, vocabulary]` tensor a step; a row that has ended is 0."""
-    steps = max(len(row) for row in rows)
-    zeros = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else zeros for row in rows]) for step in range(steps))
 
 
 _enabled_classes: dict[type, type] = {}

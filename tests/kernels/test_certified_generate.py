@@ -14,7 +14,7 @@ from margingate_hf.dispatch import VARIABLE
 from margingate_hf.geometry import Segment
 from margingate_hf.verifier import Verifier, self_test, verifier_for
 from margingate_hf.verifier.plans import CPU_PLANS
-from sameness import Run, assert_same, canonical, run_batch
+from sameness import Run, assert_same, canonical, padded, run_batch
 from tiny import tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [100] * 20, [3, 4]]
@@ -126,3 +126,40 @@ def test_latent_attention_takes_the_second_plan_and_says_so() -> None:
     verifier = verifier_for(model, MarginGateConfig())
     assert verifier.plan.name == "triton-linear-summed-kv"
     assert any("a faster one failed (triton-linear: coverage" in note for note in verifier.notes())
+
+
+def gated(model, **changes: object):
+    config = MarginGateConfig(coverage="gated", **{"threshold": float("inf"), **changes})
+    return model.generate(
+        **padded(PROMPTS),
+        max_new_tokens=4,
+        do_sample=False,
+        margin_gate=config,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+def test_gated_coverage_on_one_plane(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fast path writes is what the kernels read; rows of one pass or each alone give the same bits."""
+    together, alone = gated(model), gated(model, rows_per_pass=1)
+    assert together.margin_gate.passes == 4 and alone.margin_gate.passes == 4 * len(PROMPTS)
+    assert all(torch.equal(a, b) for a, b in zip(together.logits, alone.logits, strict=True))
+    assert together.cache.layers[0].stores[0]._planes.shape[0] == 1
+    sixteen = gated(model, reference="alone")
+    assert sixteen.margin_gate.passes == 4 * len(PROMPTS)
+    monkeypatch.setenv(VARIABLE, "torch")
+    theirs = gated(model)
+    first = [(a - b).norm() / b.norm() for a, b in zip(together.logits[0], theirs.logits[0], strict=True)]
+    assert max(first) < 2e-2, "the first step is computed on the same columns, its own rounded to BF16"
+
+
+@pytest.mark.long
+def test_operands_of_one_piece(model) -> None:
+    short = MarginGateConfig(precision="bfloat16", schedule="window", window=4)
+    runs = run_batch(model, PROMPTS, NEW_TOKENS, short)
+    for index in (0, 2):
+        assert_same(run_batch(model, [PROMPTS[index]], NEW_TOKENS, short)[0], runs[index], f"prompt {index} alone")
+    whole = run_batch(model, [PROMPTS[0]], 1)[0].logits
+    assert not torch.equal(whole[0], runs[0].logits[0])
+    assert (whole[0] - runs[0].logits[0]).norm() / whole[0].norm() < 0.1
