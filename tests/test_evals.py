@@ -124,7 +124,7 @@ def test_transfer_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch:
 def test_growth_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "ROWS", (1, 3))
     monkeypatch.setattr(growth, "LENGTHS", (128, 200))
-    arguments = ["--model", str(tiny_checkpoint), "--repeats", "1", "--out", str(tmp_path / "out")]
+    arguments = ["--model", str(tiny_checkpoint), "--repeats", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["growth", *arguments])
     growth.main()
     record = json.loads((tmp_path / "growth.json").read_text())
