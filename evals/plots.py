@@ -61,5 +61,10 @@ def _tradeoff(axes: Any, runs: dict[str, list[Run]], summary: dict[str, Any]) ->
         time = math.exp(sum(math.log(row["time_over_off"]) for row in rows) / len(rows))
         rate = sum(row["determinism_rate"] for row in rows) / len(rows)
         axes.scatter([time], [100 * rate])
-        axes.annotate(system, (time, 100 * rate), textcoords="offset points", xytext=(5, 4), fontsize=8)
+        axes.annotate(system, (time, 100 * rate), textcoords="offset points", xytext=(4, 4), fontsize=8, rotation=35)
     axes.set(xlabel="time over stock BF16, mean over batch sizes", ylabel="texts as alone (%)", xscale="log")
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10) if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(-3, 118)
