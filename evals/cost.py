@@ -83,7 +83,7 @@ def as_markdown(record: dict[str, Any]) -> str:
     lines += [
         "",
         "`increment ratio` (MarginGate's latency increment): what a baseline adds to plain BF16 over what the system "
-        "adds; `none` where the system adds nothing, being faster than plain BF16 on this machine.",
+        "adds; `none` where one of the two adds nothing, being faster than plain BF16 on this machine.",
         "",
         *(f"- `{system}`: {SYSTEMS[system].about}" for system in seconds),
         "",
@@ -101,7 +101,7 @@ def _increments(seconds: dict[str, list[float]], baseline: str, mine: float) -> 
     if baseline not in seconds:
         return "-"
     theirs = statistics.median(a - b for a, b in zip(seconds[baseline], seconds["off"], strict=True))
-    return f"{theirs / mine:.1f}" if mine > 0 else "none"
+    return f"{theirs / mine:.1f}" if mine > 0 and theirs > 0 else "none"
 
 
 def main() -> None:

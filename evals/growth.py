@@ -112,6 +112,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
     for axes, (name, entries) in zip(panels, (("rows", record["rows"]), ("length", record["lengths"])), strict=True):
@@ -123,7 +124,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
             axes.plot([e[name] for e in entries], [1000 * e[key] for e in entries], marker="o", label=label)
         axes.set(xscale="log", yscale="log", xlabel=name, ylabel="ms")
         axes.set_xticks([e[name] for e in entries], [str(e[name]) for e in entries])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
