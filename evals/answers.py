@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from .decoding import Run
 from .prompts import SOURCES
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -47,3 +49,15 @@ def _boxed(text: str) -> str | None:
         if not depth:
             return re.sub(r"\s", "", text[start + 7 : index])
     return None
+
+
+def judged(
+    dataset: str, runs: Iterable[Run], answers: Sequence[str] | None, decode: Callable[[list[int]], str]
+) -> list[list[bool]] | None:
+    """Whether each text of each run is right, `[run][prompt]`; `None` without answers."""
+    if answers is None:
+        return None
+    return [
+        [is_right(dataset, decode(row), answer) for row, answer in zip(run.tokens, answers, strict=True)]
+        for run in runs
+    ]

@@ -24,7 +24,7 @@ import torch
 from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateConfig, MarginGateEngine
-from margingate_hf.demo.compare import first_difference
+from margingate_hf.demo.compare import eos_ids, first_difference, until_end
 from margingate_hf.demo.run import as_prompts, load
 
 from .machine import as_text, describe
@@ -62,10 +62,7 @@ class Job:
     def static(self, model: Any, order: list[int], gate: MarginGateConfig | None = None) -> Tokens:
         """Left-padded batches of `rows` prompts in the given order."""
         found: Tokens = [[]] * len(self.prompts)
-        pad, eos = (
-            self.tokenizer.pad_token_id,
-            set(torch.tensor(model.generation_config.eos_token_id).flatten().tolist()),
-        )
+        pad, eos = self.tokenizer.pad_token_id, eos_ids(model)
         for start in range(0, len(order), self.rows):
             part = order[start : start + self.rows]
             width = max(len(self.prompts[i]) for i in part)
@@ -74,8 +71,7 @@ class Job:
             extra = {"margin_gate": gate} if gate else {}
             out = model.generate(ids, attention_mask=mask, **self.call, **extra, return_dict_in_generate=True)
             for place, (index, row) in enumerate(zip(part, out.sequences[:, width:].tolist(), strict=True)):
-                end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
-                found[index] = row[: out.margin_gate.rows[place].new_tokens if gate else end]
+                found[index] = row[: out.margin_gate.rows[place].new_tokens] if gate else until_end(row, eos)
         return found
 
     def by_length(self) -> list[int]:

@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from . import metrics
-from .answers import is_right, load_answers
+from .answers import judged, load_answers
 from .decoding import Run, decode
 from .determinism import load
 from .machine import as_text, describe
@@ -171,16 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     systems = {}
     for system in options.systems:
         runs = {one: Run(**json.loads(_path(options, system, one).read_text())) for one in every}
-        rights = None
-        if answers is not None:
-            rights = [
-                [
-                    is_right(options.dataset, tokenizer.decode(row), answer)
-                    for row, answer in zip(run.tokens, answers, strict=True)
-                ]
-                for run in runs.values()
-            ]
-        systems[system] = measure(runs, rights)
+        systems[system] = measure(runs, judged(options.dataset, runs.values(), answers, tokenizer.decode))
     record = {
         "command": " ".join(["python -m evals.configurations", *arguments]),
         "machine": describe(),

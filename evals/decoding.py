@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from margingate_hf import MarginGateConfig
-from margingate_hf.demo.compare import eos_ids, until_end
+from margingate_hf.demo.compare import generate_batches
 from margingate_hf.gate import top2_margin
 
 COUNTS = (
@@ -73,21 +72,9 @@ def decode(
         gate ([`MarginGateConfig`], *optional*): `None` decodes as transformers does.
         tick (`Callable`): told how many prompts each batch has finished.
     """
-    ends = eos_ids(model)
-    for start in range(0, len(texts), run.batch_size):
-        part = list(texts[start : start + run.batch_size])
-        batch = tokenizer(part, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
-        began = time.perf_counter()
-        out = model.generate(
-            **batch,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            margin_gate=gate,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        run.seconds += time.perf_counter() - began
-        rows = [until_end(row, ends) for row in out.sequences[:, batch["input_ids"].shape[1] :].tolist()]
+    arguments = {"max_new_tokens": new_tokens, "margin_gate": gate, "output_logits": True}
+    for out, rows, seconds in generate_batches(model, tokenizer, texts, run.batch_size, **arguments):
+        run.seconds += seconds
         _keep_steps(run, rows, out.logits)
         if gate is not None:
             run.plan = out.margin_gate.plan

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from margingate_hf.demo.checkpoint import GEMMA3_270M, SMOLLM2, fetch, quiet_transformers
 from margingate_hf.demo.run import as_prompts
+from margingate_hf.demo.run import load as load_model
 from margingate_hf.verifier import verifier_for
 
 from .decoding import Run, decode
@@ -34,17 +35,7 @@ ROUNDED = 5  # decimals of the margins and probabilities that are kept
 
 def load(model_name: str, system: str) -> tuple[Any, Any]:
     """An enabled model in the system's dtype, and its tokenizer; `smollm2` and `gemma3` are brought by pip."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from margingate_hf import enable
-
-    source = _source(model_name)
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=SYSTEMS[system].dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return enable(model), tokenizer
+    return load_model(_source(model_name), progress=False, dtype=SYSTEMS[system].dtype)
 
 
 def _source(model_name: str) -> str | Path:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from margingate_hf import MarginGateConfig, Transcript, replay_all
-from margingate_hf.demo.run import as_prompts, load
+from margingate_hf.demo.run import as_ids, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
@@ -29,8 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("evals/results"))
     options = parser.parse_args()
     model, tokenizer = load(options.model, progress=True)
-    texts = as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompts = as_ids(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
     seconds: dict[str, list[float]] = {"one by one": [], "in a batch": [], "replay": []}
     for _ in range(options.repeats + 1):
         stored = []

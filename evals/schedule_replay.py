@@ -16,9 +16,10 @@ from pathlib import Path
 
 from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.calibration import flip_curve, observe
-from margingate_hf.demo.run import as_prompts, load
+from margingate_hf.demo.run import as_ids, load
 from margingate_hf.rows import Row
 from margingate_hf.schedule import Costs, FlipCurve, Pending, flip_probability, should_verify
+from margingate_hf.verifier import verifier_for
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
@@ -111,16 +112,13 @@ def compare(traces: Sequence[Trace], costs: Costs, flips: FlipCurve | None) -> d
 def record_traces(options: argparse.Namespace) -> tuple[list[Trace], FlipCurve, Costs | None]:
     """Margins and flips of the fast path on canonical texts, the curve they give, and the costs measured on the way."""
     model, tokenizer = load(options.model, progress=True)
-    texts = as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompts = as_ids(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
     # Both halves of the drafts of a window: costs need steps and passes of several sizes.
     engine = MarginGateEngine(model, MarginGateConfig(schedule="window", window=4), max_rows=options.batch_sizes[-1])
     outputs = engine.generate(prompts, max_new_tokens=options.new_tokens, do_sample=False)
     found = [output.generated_tokens for output in outputs.values()]
     steps = observe(model, prompts, found, options.batch_sizes[-1], "float32")
     traces = [[(s.margin, s.flipped) for s in steps if s.prompt == prompt][1:] for prompt in range(len(prompts))]
-    from margingate_hf.verifier import verifier_for
-
     return traces, flip_curve(steps), verifier_for(model, engine.gate).meter.costs()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import metrics
-from .answers import is_right, load_answers
+from .answers import judged, load_answers
 from .decoding import Run
 from .machine import as_text
 from .systems import SYSTEMS
@@ -48,12 +48,7 @@ def summarise(
     answers = load_answers(dataset, limit, data_dir)
     found: dict[str, Any] = {}
     for system, parts in runs.items():
-        rights = None
-        if answers is not None:
-            rights = [
-                [is_right(dataset, decode(row), answer) for row, answer in zip(run.tokens, answers, strict=True)]
-                for run in parts
-            ]
+        rights = judged(dataset, parts, answers, decode)
         indices = [index for index in metrics.division_indices(parts) if index is not None]
         found[system] = {
             "plan": parts[0].plan,

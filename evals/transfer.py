@@ -11,10 +11,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.bounds import binomial_upper_bound
-from margingate_hf.calibration import calibrate, observe
-from margingate_hf.demo.run import as_prompts, load
+from margingate_hf.calibration import calibrate, collect
+from margingate_hf.demo.run import as_ids, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
@@ -23,12 +22,7 @@ from .reports import write
 
 def judge(model: Any, prompts: list[list[int]], threshold: float, options: argparse.Namespace) -> dict[str, Any]:
     """Trigger rate and misses of a threshold on prompts it was not calibrated on."""
-    engine = MarginGateEngine(model, MarginGateConfig(), max_rows=max(options.batch_sizes))
-    outputs = engine.generate(prompts, max_new_tokens=options.new_tokens, do_sample=False)
-    texts = [output.generated_tokens for output in outputs.values()]
-    seen = []
-    for size in options.batch_sizes:
-        seen += observe(model, prompts, texts, size, "float32")
+    seen = collect(model, prompts, options.batch_sizes, options.new_tokens)
     flips = [one for one in seen if one.flipped]
     missed = [one for one in flips if one.margin >= threshold]
     return {
@@ -99,8 +93,7 @@ def main() -> None:
     model, tokenizer = load(options.model, progress=True)
 
     def prompts_of(dataset: str) -> list[list[int]]:
-        texts = as_prompts(tokenizer, load_prompts(dataset, options.limit, options.data_dir))
-        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return as_ids(tokenizer, load_prompts(dataset, options.limit, options.data_dir))
 
     found = calibrate(
         model,

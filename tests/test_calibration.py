@@ -240,9 +240,9 @@ def test_bad_arguments(model: Any, changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_prior_is_used_without_a_record() -> None:
-    from margingate_hf.calibration_record import flip_estimate
+    from margingate_hf.calibration_record import Calibrated, calibrated
 
-    assert flip_estimate(MarginGateConfig(), None) == (flip_probability, [])  # type: ignore[arg-type]
+    assert calibrated(MarginGateConfig(), None) == Calibrated(flip_probability, None, ())  # type: ignore[arg-type]
 
 
 @pytest.mark.smollm2

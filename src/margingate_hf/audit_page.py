@@ -6,6 +6,8 @@ import os
 from html import escape
 
 from .auditing import AuditedText, AuditReport, Finding
+from .config import MarginGateConfig
+from .demo.compare import first_difference
 
 STYLE = """
 :root{color-scheme:light dark;--fg:#1c2024;--bg:#fff;--soft:#f3f4f6;--line:#d4d8de;--bad:#b42318;--mid:#b7791f;
@@ -31,7 +33,7 @@ svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%}td,th{padding:.25rem .5rem;text-align:left;
 border-bottom:1px solid var(--line)}
 """
-LOW = 0.5  # logits below which a margin is drawn as low
+LOW = MarginGateConfig.threshold  # logits below which a margin is drawn as low
 LINES = ("#2f6fde", "#c2410c", "#15803d", "#9333ea", "#0e7490", "#be185d")
 
 
@@ -40,7 +42,8 @@ def as_html(report: AuditReport) -> str:
     about = report.about
     count = len(report.texts)
     explained = {finding.prompt: finding for finding in report.findings}
-    sections = [_text_section(index, text, explained.get(index), report) for index, text in enumerate(report.texts)]
+    shared = len(os.path.commonprefix([text.text for text in report.texts])) if count > 1 else 0
+    sections = [_text_section(index, text, explained.get(index), shared) for index, text in enumerate(report.texts)]
     cards = [
         (f"{report.moved} of {count}", "prompts change with the batch"),
         (str(report.moved - report.bugs), "by rounding"),
@@ -62,9 +65,9 @@ def as_html(report: AuditReport) -> str:
     )
 
 
-def _text_section(index: int, text: AuditedText, finding: Finding | None, report: AuditReport) -> str:
-    shared = os.path.commonprefix([other.text for other in report.texts]) if len(report.texts) > 1 else ""
-    head = escape(text.text[len(shared) :].strip().replace("\n", " ")[:90])
+def _text_section(index: int, text: AuditedText, finding: Finding | None, shared: int) -> str:
+    """One prompt; its title leaves out the `shared` characters that all prompts begin with."""
+    head = escape(text.text[shared:].strip().replace("\n", " ")[:90])
     if finding is None:
         body = _pane("alone and in every batch", text.pieces, len(text.pieces))
         return (
@@ -130,6 +133,5 @@ def _survival(report: AuditReport) -> str:
 
 def _equal_prefix(a: list[int], b: list[int]) -> int:
     """Leading tokens two texts share; a text that is equal to its end counts as longer than any."""
-    if a == b:
-        return 1 << 30
-    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    index = first_difference(a, b)
+    return 1 << 30 if index is None else index

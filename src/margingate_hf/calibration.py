@@ -90,6 +90,20 @@ def calibrate(
             raise refuse(name, value, "it must be between 0 and 1, both excluded")
     if not prompts or not batch_sizes or min(batch_sizes) < 1:
         raise refuse("prompts" if not prompts else "batch_sizes", list(batch_sizes), "at least one, and positive sizes")
+    seen = collect(model, prompts, batch_sizes, max_new_tokens, precision, progress_bar)
+    verifier = verifier_for(model, MarginGateConfig(precision=precision))
+    return _record(verifier, seen, batch_sizes, miss_rate, confidence, max_new_tokens)
+
+
+def collect(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    batch_sizes: Sequence[int],
+    max_new_tokens: int,
+    precision: str = "float32",
+    progress_bar: bool = False,
+) -> list[Observation]:
+    """Decodes the canonical texts and observes the fast path on them; arguments as for [`calibrate`]."""
     engine = MarginGateEngine(model, MarginGateConfig(precision=precision), max_rows=max(batch_sizes))
     with tqdm(total=1 + len(batch_sizes), disable=not progress_bar, desc="calibrating", unit="run") as bar:
         bar.set_postfix_str("canonical texts")
@@ -101,8 +115,7 @@ def calibrate(
             bar.set_postfix_str(f"batch {size}")
             seen += observe(model, prompts, texts, size, precision)
             bar.update()
-    verifier = verifier_for(model, engine.gate)
-    return _record(verifier, seen, batch_sizes, miss_rate, confidence, max_new_tokens)
+    return seen
 
 
 def observe(

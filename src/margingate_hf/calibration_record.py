@@ -181,22 +181,30 @@ def record_of(config: MarginGateConfig) -> MarginGateCalibration | None:
     return MarginGateCalibration.from_dict(value)
 
 
-def flip_estimate(config: MarginGateConfig, verifier: Verifier) -> tuple[Callable[[float], float], list[str]]:
+@dataclass(frozen=True)
+class Calibrated:
     """
-    P(flip | margin) for the schedule, and a note where the calibration was made with something else.
+    What a run takes from its calibration.
+
+    Attributes:
+        flips: P(flip | margin) for the schedule; the prior without a calibration.
+        bound: its bound on misses a step, where it fits the model and the threshold in use is at least its own.
+        notes: that it was made with something else, in words.
     """
+
+    flips: Callable[[float], float]
+    bound: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def calibrated(config: MarginGateConfig, verifier: Verifier) -> Calibrated:
+    """Reads the calibration a config names and compares it with a verifier's model and machine."""
     record = record_of(config)
     if record is None:
-        return flip_probability, []
+        return Calibrated(flip_probability)
     differences = record.differs_from(verifier)
     if not differences:
-        return record.curve, []
+        return Calibrated(record.curve, None if config.threshold < record.threshold else record.miss_bound)
     note = f"the calibration was made with another setting ({'; '.join(differences)}): its bound does not carry over"
     logger.warning_once(note)  # type: ignore[attr-defined]  # transformers adds it to every logger
-    return record.curve, [note]
-
-
-def calibrated_bound(config: MarginGateConfig) -> float | None:
-    """The record's bound on misses a step, where the threshold in use is at least the calibrated one."""
-    record = record_of(config)
-    return None if record is None or config.threshold < record.threshold else record.miss_bound
+    return Calibrated(record.curve, notes=(note,))

@@ -32,12 +32,12 @@ def calibrate(options: argparse.Namespace) -> tuple[str, int]:
     """Writes a calibration record; 1 if the sample was too small for the bound asked for."""
     from .calibration import calibrate as run
     from .calibration_record import FILE
+    from .demo.run import as_ids
 
     model, tokenizer = _load(options)
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _prompts(options, tokenizer)]
     found = run(
         model,
-        ids,
+        as_ids(tokenizer, _texts(options)),
         options.batch_sizes,
         options.miss_rate,
         options.confidence,
@@ -70,6 +70,7 @@ def audit(options: argparse.Namespace) -> tuple[str, int]:
     """Audits a model as it is; 1 if a gated text moved, or with `--fail-on-divergence` a plain one."""
     from .audit_page import as_html
     from .auditing import audit as run
+    from .demo.run import as_prompts
 
     model, tokenizer = _load(options)
     if options.padding_side:
@@ -77,7 +78,7 @@ def audit(options: argparse.Namespace) -> tuple[str, int]:
     report = run(
         model,
         tokenizer,
-        _prompts(options, tokenizer),
+        as_prompts(tokenizer, _texts(options)),
         options.batch_sizes,
         options.max_new_tokens,
         collate=lambda texts: dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)),
@@ -126,8 +127,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     return load(options.model, progress=not options.no_progress)
 
 
-def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[str]:
-    from .demo.run import as_prompts
+def _texts(options: argparse.Namespace) -> list[str]:
     from .prompt_sets import load_prompts
 
-    return as_prompts(tokenizer, load_prompts(options.prompts, options.limit, options.data_dir))
+    return load_prompts(options.prompts, options.limit, options.data_dir)

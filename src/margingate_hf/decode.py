@@ -18,7 +18,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from .cache import MarginGateCache
-from .calibration_record import flip_estimate
+from .calibration_record import calibrated
 from .canonical import Canonical
 from .config import MarginGateConfig
 from .dispatch import implementation
@@ -94,7 +94,8 @@ class DecodeLoop:
         self.cache = self._new_cache(places) if cache is None else cache
         if request.prefixes is not None:
             request.prefixes.bind(self.cache)
-        self.flips, self.notes = flip_estimate(self.config, verifier)
+        self.calibrated = calibrated(self.config, verifier)
+        self.notes = list(self.calibrated.notes)
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
             fingerprint=verifier.store.fingerprint,
@@ -255,7 +256,7 @@ class DecodeLoop:
     def _draft_tokens(self) -> None:
         logits = self._fast_step()
         for row, token, margin in zip(self.active, *self._best(self.active, logits), strict=True):
-            row.add_draft(token, margin, self.config.threshold, self.flips)
+            row.add_draft(token, margin, self.config.threshold, self.calibrated.flips)
 
     def _fast_step(self) -> torch.Tensor:
         """One token more in every active row's cache; logits `[rows, vocabulary]`, the model's dtype."""
@@ -361,7 +362,11 @@ class DecodeLoop:
                 other = next(other for other in self.rows if other.slot == row.index)
                 self.cache.swap_rows(row.slot, other.slot)
                 row.slot, other.slot = other.slot, row.slot
-            self.cache.rollback(row.slot, self.cache.verified[row.slot])
+            self.cache.rollback(row.slot, self._kept(row.slot))
+
+    def _kept(self, slot: int) -> int:
+        """Columns of a row that outlive the call."""
+        return self.cache.verified[slot]
 
     def receipt(self, row: Row) -> dict[str, Any] | None:
         """Of a row that has ended, where the config asks for one."""

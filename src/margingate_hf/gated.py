@@ -15,7 +15,6 @@ import torch
 from transformers import DynamicCache
 
 from .cache import MarginGateCache
-from .calibration_record import calibrated_bound
 from .decode import DecodeLoop
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .rows import Row
@@ -32,7 +31,7 @@ class GatedLoop(DecodeLoop):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.statistics.plan += f"/gated-{self.config.reference}"
-        bound = self.statistics.miss_bound = None if self.notes else calibrated_bound(self.config)
+        bound = self.statistics.miss_bound = self.calibrated.bound
         said = "no calibration says how often" if bound is None else f"calibrated to at most {bound:.1e} misses a step"
         self.notes.append(NOTE.format(threshold=self.config.threshold, bound=said))
 
@@ -146,12 +145,8 @@ class GatedLoop(DecodeLoop):
         scores = row.process([*row.prompt, *row.committed], logits) if self.request.keep_scores else None
         self._commit_token(row, step.token, step.margin, logits, scores)
 
-    def restore_cache(self) -> None:
-        """Puts the cache's rows back into the caller's order, also after an error."""
-        verified = self.cache.verified
-        self.cache.verified = self.cache.lengths
-        super().restore_cache()
-        self.cache.verified = [0] * len(verified)
+    def _kept(self, slot: int) -> int:
+        return self.cache.lengths[slot]
 
 
 class Step:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from .canonical import Canonical
 from .config import MarginGateConfig
-from .dispatch import implementation
 from .geometry import Segment
 from .interfaces import installed
 from .noise import GumbelNoise
@@ -223,30 +223,19 @@ def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
 
 def _first_difference(one: _Stored, logits: torch.Tensor) -> Replay:
     """Compares the stored tokens with the canonical ones; `logits` is `[len(output), vocabulary]`."""
-    tokens, margins, scores = _canonical(one, logits)
-    for index, (found, expected) in enumerate(zip(one.output, tokens, strict=True)):
+    row = one.row
+    row.drafts = one.output
+    canonical = Canonical(row, logits)
+    for index, found in enumerate(one.output):
+        expected = canonical(index)
         ended = index > 0 and one.output[index - 1] in one.eos
         if found != expected or ended:
-            values = scores[index]
+            values = row.perturb(canonical.scores(index), len(row.prompt) + index)
             behind = float(values[expected] - values[found])
-            return Replay(False, [], index, found, None if ended else expected, margins[index], behind)
+            return Replay(False, [], index, found, None if ended else expected, canonical.margins[index], behind)
     receipt = one.receipt
     if receipt is not None and receipt.finish_reason in ("eos", "length"):
         complete = one.output[-1] in one.eos or len(one.output) >= receipt.limit
         if not complete:
             return Replay(False, [], len(one.output))
     return Replay(True, [])
-
-
-def _canonical(one: _Stored, logits: torch.Tensor) -> tuple[list[int], list[float], Sequence[torch.Tensor]]:
-    row = one.row
-    best = implementation("top2_margin", logits.device)
-    if row.is_plain:
-        tokens, margins = best(logits)
-        return tokens.tolist(), margins.tolist(), list(logits)
-    scores = []
-    for index, step in enumerate(logits):
-        ids = [*row.prompt, *one.output[:index]]
-        scores.append(row.perturb(row.process(ids, step), len(ids)))
-    found = [best(values) for values in scores]
-    return [int(token) for token, _ in found], [float(margin) for _, margin in found], scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,32 +95,42 @@ def decode_all(
         tick (`Callable`): told how many prompts each batch has finished.
     """
     result = Decoded("gated" if gate else "plain", batch_size)
-    eos = eos_ids(model)
-    for start in range(0, len(texts), batch_size):
-        batch = tokenizer(
-            list(texts[start : start + batch_size]), return_tensors="pt", padding=True, add_special_tokens=False
-        ).to(model.device)
-        recorder = MarginGateLogitsProcessor()
-        began = time.perf_counter()
-        out = model.generate(
-            **batch,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            margin_gate=gate,
-            return_dict_in_generate=True,
-            logits_processor=None if gate else [recorder],
-        )
-        result.seconds += time.perf_counter() - began
-        width = batch["input_ids"].shape[1]
-        rows = [until_end(row, eos) for row in out.sequences[:, width:].tolist()]
+    recorder = MarginGateLogitsProcessor()
+    arguments = {"max_new_tokens": new_tokens, "margin_gate": gate, "logits_processor": None if gate else [recorder]}
+    for out, rows, seconds in generate_batches(model, tokenizer, texts, batch_size, **arguments):
+        result.seconds += seconds
         result.tokens += rows
         if gate:
             result.margins += [row.margins for row in out.margin_gate.rows]
             result.statistics.append(out.margin_gate)
         else:
             result.margins += [row[: len(tokens)] for row, tokens in zip(recorder.margins.tolist(), rows, strict=True)]
+            recorder.reset()
         tick(len(rows))
     return result
+
+
+def generate_batches(
+    model: Any, tokenizer: Any, texts: Sequence[str], batch_size: int, **arguments: Any
+) -> Iterator[tuple[Any, list[list[int]], float]]:
+    """
+    Greedy `generate` on left-padded batches of `texts`.
+
+    Args:
+        arguments: of `generate`.
+
+    Yields:
+        `(output, new tokens of each prompt with its end included, seconds)` a batch.
+    """
+    eos = eos_ids(model)
+    for start in range(0, len(texts), batch_size):
+        part = list(texts[start : start + batch_size])
+        batch = tokenizer(part, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+        began = time.perf_counter()
+        out = model.generate(**batch, do_sample=False, return_dict_in_generate=True, **arguments)
+        seconds = time.perf_counter() - began
+        width = batch["input_ids"].shape[1]
+        yield out, [until_end(row, eos) for row in out.sequences[:, width:].tolist()], seconds
 
 
 def eos_ids(model: Any) -> set[int]:

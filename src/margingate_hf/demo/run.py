@@ -20,18 +20,19 @@ from .prompts import PROMPTS
 HEADER = ("system", "batch", "differ from alone", "first at", "margin there", "tokens/s", "low margin", "flips", "time")
 
 
-def load(model_name: str | None, progress: bool) -> tuple[Any, Any]:
+def load(model_name: str | Path | None, progress: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """
-    An enabled BF16 model and its tokenizer.
+    An enabled model and its tokenizer.
 
     Args:
-        model_name (`str`, *optional*): a local folder or a hub id; `None` brings SmolLM2-135M-Instruct.
+        model_name (`str` or `Path`, *optional*): a local folder or a hub id; `None` brings SmolLM2-135M-Instruct.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`): of the model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: str | Path = model_name if model_name is not None else fetch(progress=progress)
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -46,6 +47,11 @@ def as_prompts(tokenizer: Any, texts: Sequence[str]) -> list[str]:
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for text in texts
     ]
+
+
+def as_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each of [`as_prompts`]."""
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in as_prompts(tokenizer, texts)]
 
 
 def run_demo(
