@@ -1,10 +1,10 @@
 """Attention for both passes; `interfaces.py` registers it with transformers.
 
 The verifier's form (`verify_attention`) cuts keys into blocks of `KV_BLOCK` anchored at position 0 and queries into
-tiles of `QUERY_TILE`, so every matrix product has one shape; block results are summed in the order of the blocks. A
-block that a query cannot see contributes exact zeros, so neither the company, nor the cut into windows, nor the
-capacity can reach a row's bits. The fast form is SDPA, or the textbook formula where a model caps its scores or has
-sinks.
+tiles, so that every matrix product has the bits of one shape (`query_tiles.py`); block results are summed in the order
+of the blocks. A block that a query cannot see contributes exact zeros, so neither the company, nor the cut into
+windows, nor the capacity can reach a row's bits. The fast form is SDPA, or the textbook formula where a model caps its
+scores or has sinks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .geometry import (
     Round,
     VerifyGeometry,
 )
+from .query_tiles import attend, tile_sizes
 
 
 def describe(device: torch.device) -> str:
@@ -60,11 +61,12 @@ def verify_attention(
     flat = query[0].transpose(0, 1) * scaling
     flat = torch.cat([flat, flat.new_zeros(1, heads, query.shape[3])])  # the fillers' row
     out = flat.new_empty(tokens + 1, heads, values.shape[-1])
-    for part in geometry.rounds:
+    sizes = tile_sizes(heads // keys.shape[1], query.shape[3], values.shape[3], query.device)
+    for part in geometry.rounds(sizes):
         k, v = _row_blocks(keys, part), _row_blocks(values, part)
         tile = flat[part.query_index]
         hidden = part.hidden(sliding_window)
-        out[part.query_index.flatten()] = _attend(tile, k, v, hidden, softcap, sinks).flatten(0, 1)
+        out[part.query_index.flatten()] = attend(tile, k, v, hidden, softcap, sinks).flatten(0, 1)
     return out[None, :tokens]
 
 
@@ -76,54 +78,6 @@ def _row_blocks(store: torch.Tensor, part: Round) -> torch.Tensor:
     consecutive = part.slots == tuple(range(first, first + count))
     rows = store[first : first + count] if consecutive else store[list(part.slots)]
     return rows[:, :, : part.n_blocks * KV_BLOCK].unflatten(2, (part.n_blocks, KV_BLOCK))
-
-
-def _attend(
-    tile: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    hidden: torch.Tensor,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """
-    One round.
-
-    Args:
-        tile (`[rows, QUERY_TILE, heads, dim]`): scaled queries.
-        keys, values (`[rows, kv_heads, blocks, KV_BLOCK, dim]`).
-        hidden (bool `[rows, 1, blocks, QUERY_TILE, 1, KV_BLOCK]`).
-
-    Returns:
-        `[rows, QUERY_TILE, heads, value_dim]`.
-    """
-    rows, kv_heads, blocks, _, dim = keys.shape
-    group = tile.shape[2] // kv_heads
-    size = rows * blocks * kv_heads
-    q = tile.view(rows, QUERY_TILE, kv_heads, group, dim).transpose(1, 2)
-    q = q.reshape(rows, kv_heads, 1, QUERY_TILE * group, dim).expand(-1, -1, blocks, -1, -1)
-    scores = torch.bmm(q.reshape(size, -1, dim), keys.reshape(size, KV_BLOCK, dim).transpose(1, 2))
-    scores = scores.view(rows, kv_heads, blocks, QUERY_TILE, group, KV_BLOCK)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill_(hidden, float("-inf"))
-    top = scores.amax(dim=(2, 5), keepdim=True)
-    if sinks is not None:
-        sinks = sinks.float().view(1, kv_heads, 1, 1, group, 1)
-        top = torch.maximum(top, sinks)
-    weights = scores.sub_(top).exp_()
-    sums = weights.sum(-1, keepdim=True)
-    parts = torch.bmm(weights.view(size, -1, KV_BLOCK), values.reshape(size, KV_BLOCK, -1))
-    parts = parts.view(rows, kv_heads, blocks, QUERY_TILE, group, -1)
-    # Adding 0.0 turns a -0.0 of the first block into the +0.0 that one further, empty block would make of it.
-    total, weighted = sums[:, :, 0] + 0.0, parts[:, :, 0] + 0.0
-    for block in range(1, blocks):
-        total = total + sums[:, :, block]
-        weighted = weighted + parts[:, :, block]
-    if sinks is not None:
-        total = total + (sinks - top)[:, :, 0].exp()
-    out = weighted / total
-    return out.transpose(1, 2).reshape(rows, QUERY_TILE, kv_heads * group, -1)
 
 
 def decode_attention(

@@ -17,7 +17,7 @@ import torch
 
 # Keys and values are cut into blocks of this many positions, anchored at position 0. Part of the verifier's plan.
 KV_BLOCK = 128
-# Queries of one row share one matrix product of exactly this many rows, the last filled up. Part of the plan.
+# Queries of one row share one matrix product with the bits of exactly this many rows. Part of the plan.
 QUERY_TILE = 8
 
 
@@ -40,15 +40,19 @@ class Segment:
         return self.start + len(self.tokens)
 
 
+# `(slot, first flat index, first position, tokens)`, as the spans of a pass.
+_Tile = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True)
 class Round:
     """
-    At most one query tile for each of several rows.
+    At most one query tile of one size for each of several rows.
 
     Attributes:
         slots: cache rows, in the order of the leading dimension below.
-        query_index: int64 `[rows, QUERY_TILE]`, index into the pass's flat tokens; fillers point one past the end.
-        query_position: int64 `[rows, QUERY_TILE]`; fillers sit at position 0 and see one key.
+        query_index: int64 `[rows, queries]`, index into the pass's flat tokens; fillers point one past the end.
+        query_position: int64 `[rows, queries]`; fillers sit at position 0 and see one key.
         n_blocks: KV blocks that the furthest query of the round needs.
     """
 
@@ -59,12 +63,12 @@ class Round:
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def hidden(self, sliding_window: int | None) -> torch.Tensor:
-        """Keys a query must not see: bool `[rows, 1, n_blocks, QUERY_TILE, 1, KV_BLOCK]`, built once a window size."""
+        """Keys a query must not see: bool `[rows, 1, n_blocks, queries, 1, KV_BLOCK]`, built once a window size."""
         mask = self.masks.get(sliding_window)
         if mask is None:
             device = self.query_position.device
             keys = torch.arange(self.n_blocks * KV_BLOCK, device=device).view(1, 1, self.n_blocks, 1, 1, KV_BLOCK)
-            queries = self.query_position.view(-1, 1, 1, QUERY_TILE, 1, 1)
+            queries = self.query_position[:, None, None, :, None, None]
             mask = keys > queries
             if sliding_window is not None:
                 mask = mask | (keys <= queries - sliding_window)
@@ -93,6 +97,7 @@ class VerifyGeometry:
     long: torch.Tensor | None = None
     calls: dict[int, int] = field(default_factory=dict)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    _rounds: dict[tuple[int, ...], tuple[Round, ...]] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
@@ -104,16 +109,35 @@ class VerifyGeometry:
         """KV blocks that the pass reads."""
         return -(-self.length // KV_BLOCK)
 
-    @functools.cached_property
-    def rounds(self) -> tuple[Round, ...]:
-        """Query tiles for the torch form, one of each segment at a time."""
-        tiles: list[list[tuple[int, int, int, int]]] = []
-        for slot, base, start, tokens in self.spans:
-            for rank, offset in enumerate(range(0, tokens, QUERY_TILE)):
-                if rank == len(tiles):
-                    tiles.append([])
-                tiles[rank].append((slot, base + offset, start + offset, min(QUERY_TILE, tokens - offset)))
-        return tuple(_round(sorted(members), self.n_tokens, self.slots.device) for members in tiles)
+    def rounds(self, sizes: tuple[int, ...] = (QUERY_TILE,)) -> tuple[Round, ...]:
+        """
+        Query tiles for the torch form, one of each segment at a time, built once for all layers of one shape.
+
+        Args:
+            sizes (`tuple[int, ...]`, *optional*): queries a tile may hold, ascending.
+        """
+        found = self._rounds.get(sizes)
+        if found is None:
+            parts = (part for members in self._ranks(sizes[-1]) for part in _by_size(members, sizes))
+            found = self._rounds[sizes] = tuple(
+                _round(size, members, self.n_tokens, self.slots.device) for size, members in parts
+            )
+        return found
+
+    def _ranks(self, largest: int) -> Iterator[list[_Tile]]:
+        """
+        The next tile of every segment that has tokens left. Segments end in pieces of `QUERY_TILE` at most, so that a
+        prompt's remainder is not filled up to a large tile.
+        """
+        left = [(slot, base, start, tokens) for slot, base, start, tokens in self.spans]
+        while left:
+            taken = [(*span[:3], _take(span[3], largest)) for span in left]
+            yield taken
+            left = [
+                (slot, base + took, start + took, tokens - took)
+                for (slot, base, start, tokens), (*_, took) in zip(left, taken, strict=True)
+                if tokens > took
+            ]
 
     def tiles(self, size: int) -> torch.Tensor:
         """First flat index and count of up to `size` consecutive tokens of a row, int32 `[n, 2]`, built once a size."""
@@ -200,9 +224,29 @@ def verify_geometry(segments: Sequence[Segment], device: torch.device) -> Verify
     )
 
 
-def _round(members: list[tuple[int, int, int, int]], n_tokens: int, device: torch.device) -> Round:
-    index = [[first + i if i < count else n_tokens for i in range(QUERY_TILE)] for _, first, _, count in members]
-    position = [[start + i if i < count else 0 for i in range(QUERY_TILE)] for _, _, start, count in members]
+def _take(tokens: int, largest: int) -> int:
+    """Tokens of a segment's next tile."""
+    return largest if tokens >= largest else min(tokens, QUERY_TILE)
+
+
+def _by_size(members: list[_Tile], sizes: tuple[int, ...]) -> Iterator[tuple[int, list[_Tile]]]:
+    """
+    Members of one rank, the full large tiles apart from the rest. The rest shares the smallest size that holds them
+    all: rows cut apart by small differences would no longer be a view of the cache.
+    """
+    large = [member for member in members if member[3] > QUERY_TILE]
+    small = [member for member in members if member[3] <= QUERY_TILE]
+    if large:
+        yield sizes[-1], large
+    if small:
+        longest = max(count for *_, count in small)
+        yield min(size for size in sizes if size >= longest), small
+
+
+def _round(size: int, members: list[_Tile], n_tokens: int, device: torch.device) -> Round:
+    members = sorted(members)
+    index = [[first + i if i < count else n_tokens for i in range(size)] for _, first, _, count in members]
+    position = [[start + i if i < count else 0 for i in range(size)] for _, _, start, count in members]
     furthest = max(start + count for _, _, start, count in members)
     return Round(
         slots=tuple(slot for slot, *_ in members),
