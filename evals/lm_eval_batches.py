@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 python -m evals.lm_eval_batches --limit 64
 
 Compares `resps` (texts, log-probabilities to the last bit), not scores: scores agree by luck. Data from `--data-dir` or
-`MARGINGATE_DATA`; see `evals/tasks/`.
+`MARGINGATE_DATA`; see `evals/tasks/`. Finished runs are kept under `OUT/lm_eval/raw` and not run again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +25,11 @@ from margingate_hf.demo.checkpoint import fetch
 from margingate_hf.lm_eval import register
 
 from .machine import as_text, describe
+from .reports import write
 
+MODELS = ("hf", "margingate-hf")
+PARTS = ("prefill_tokens", "reused_tokens", "new_tokens", "fast_steps", "passes", "flips")
+SECONDS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 TASKS = ("gsm8k_local", "math500_local", "humaneval_local", "gsm8k_choice")
 HERE = Path(__file__).parent
 
@@ -70,6 +75,38 @@ def evaluate(model: str, batch_size: int, folder: Path, options: argparse.Namesp
     return {"responses": responses, "seconds": seconds, "scores": scores, "margingate": gate}
 
 
+def run_once(model: str, batch_size: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """A kept run of these settings, or a new one."""
+    name = f"{model}_{options.tasks.replace(',', '+')}_{options.limit}x{options.new_tokens}_b{batch_size}.json"
+    path = options.out / "lm_eval" / "raw" / name
+    if not path.exists():
+        run = evaluate(model, batch_size, folder, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run, default=str) + "\n")
+    found: dict[str, Any] = json.loads(path.read_text())  # read back, so that new and kept runs compare alike
+    return found
+
+
+def run_all(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
+    """Runs by model and batch size, with the records that differ from the first size; records a task."""
+    found: dict[str, Any] = {}
+    records: dict[str, int] = {}
+    for model in options.models:
+        runs: dict[str, Any] = {}
+        first: dict[str, list] = {}
+        for size in options.sizes:
+            run = run_once(model, size, folder, options)
+            responses = run.pop("responses")
+            first = first or responses
+            records = {task: len(found) for task, found in responses.items()}
+            run["differ"] = {
+                task: sum(a != b for a, b in zip(first[task], responses[task], strict=True)) for task in responses
+            }
+            runs[str(size)] = run
+        found[model] = runs
+    return found, records
+
+
 def as_markdown(record: dict[str, Any]) -> str:
     """Records that differ from batch 1, for each task and model."""
     sizes = record["batch_sizes"]
@@ -85,13 +122,32 @@ def as_markdown(record: dict[str, Any]) -> str:
     lines += ["| model | " + " | ".join(f"batch {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
     for model, runs in record["runs"].items():
         lines.append(f"| {model} | " + " | ".join(f"{runs[str(size)]['seconds']:.0f}" for size in sizes) + " |")
+    ours = record["runs"].get("margingate-hf", {})
+    if "hf" in record["runs"] and ours:
+        ratios = [ours[str(size)]["seconds"] / record["runs"]["hf"][str(size)]["seconds"] for size in sizes]
+        lines.append("| margingate-hf over hf | " + " | ".join(f"{ratio:.2f}x" for ratio in ratios) + " |")
+    if ours:
+        lines += ["", *_parts(ours)]
     return "\n".join(lines) + "\n"
+
+
+def _parts(runs: dict[str, Any]) -> list[str]:
+    """What the gate did, reuse and the parts of the time apart; `runs` by batch size."""
+    names = [name.replace("_", " ") for name in (*PARTS, *SECONDS)]
+    lines = ["What margingate-hf did:", "", "| batch | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
+    for size, run in runs.items():
+        gate = run["margingate"]
+        cells = [str(gate[name]) for name in PARTS] + [f"{gate[name]:.0f}" for name in SECONDS]
+        lines.append(f"| {size} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--name", default="lm_eval", help="of the result files")
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batch-sizes", default="1,4,16")
@@ -101,38 +157,21 @@ def main() -> None:
     if not options.data_dir:
         raise SystemExit("`--data-dir` (or $MARGINGATE_DATA) must name the folder with the JSONL files.")
     register()
-    sizes = [int(size) for size in options.batch_sizes.split(",")]
+    options.sizes = [int(size) for size in options.batch_sizes.split(",")]
     record: dict[str, Any] = {
-        "command": f"python -m evals.lm_eval_batches --tasks {options.tasks} --limit {options.limit} "
-        f"--new-tokens {options.new_tokens} --batch-sizes {options.batch_sizes}",
+        "command": " ".join(["python -m evals.lm_eval_batches", *sys.argv[1:]]),
         "machine": describe(),
         "limit": options.limit,
         "new_tokens": options.new_tokens,
-        "batch_sizes": sizes,
+        "batch_sizes": options.sizes,
         "tasks": options.tasks.split(","),
-        "runs": {},
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(folder, Path(options.data_dir).resolve())
-        for model in ("hf", "margingate-hf"):
-            runs: dict[str, Any] = {}
-            first: dict[str, list] = {}
-            for size in sizes:
-                run = evaluate(model, size, folder, options)
-                responses = run.pop("responses")
-                first = first or responses
-                run["differ"] = {
-                    task: sum(a != b for a, b in zip(first[task], responses[task], strict=True)) for task in responses
-                }
-                runs[str(size)] = run
-                record["records"] = {task: len(found) for task, found in responses.items()}
-            record["runs"][model] = runs
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "lm_eval.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    (options.out / "lm_eval.md").write_text(as_markdown(record))
-    print(as_markdown(record))
-    if any(any(run["differ"].values()) for run in record["runs"]["margingate-hf"].values()):
+        record["runs"], record["records"] = run_all(folder, options)
+    write(options.out, options.name, record, as_markdown(record))
+    if any(any(run["differ"].values()) for run in record["runs"].get("margingate-hf", {}).values()):
         raise SystemExit("margingate-hf gave other responses at another batch size")
 
 
