@@ -27,7 +27,7 @@ class PlainPlan:
         return True
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
+        return weight.float()
 
     def linear(self, rows: torch.Tensor, packed: torch.Tensor, precision: str = "float32") -> torch.Tensor:
         return F.linear(rows, packed)

@@ -46,7 +46,7 @@ class LinearPlan(Protocol):
         """Whether this build of torch has what the plan needs."""
 
     def pack(self, weight: torch.Tensor) -> Any:
-        """Prepares a weight `[out, in]` for `linear`; float32 if the plan copies weights."""
+        """Prepares a weight `[out, in]`, any floating dtype, for `linear`; in float32 if the plan copies weights."""
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """
@@ -102,11 +102,14 @@ class PrepackedPlan:
         )
 
     def pack(self, weight: torch.Tensor) -> Any:
-        """Column blocks of a float32 weight `[out, in]`, each reordered once."""
+        """
+        Column blocks of a weight `[out, in]`, each up-cast and reordered once: a block at a time, so that the largest
+        matrix is not in memory twice in float32.
+        """
         blocks = -(-weight.shape[1] // COLUMN_BLOCK)
         width = -(-weight.shape[1] // blocks)
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        return width, [reorder(part.contiguous(), 16) for part in weight.split(width, dim=1)]
+        return width, [reorder(part.float().contiguous(), 16) for part in weight.split(width, dim=1)]
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """
@@ -155,8 +158,8 @@ class TilePlan:
         return True
 
     def pack(self, weight: torch.Tensor) -> Any:
-        """The float32 weight `[out, in]` itself, contiguous and aligned."""
-        return _aligned(weight.contiguous())
+        """The weight `[out, in]` in float32, contiguous and aligned."""
+        return _aligned(weight.float().contiguous())
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`, tile by tile."""

@@ -17,9 +17,9 @@ from ..interfaces import eager
 from ..placement import execution_device
 from .precision import full_precision
 
+OUTPUTS = 8192  # of a linear layer, up-cast at a time
 _UPCAST = frozenset(
     {
-        F.linear,
         torch.matmul,
         torch.mm,
         torch.bmm,
@@ -37,6 +37,18 @@ _UPCAST = frozenset(
 
 def _wide(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _linear(
+    dtype: torch.dtype, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    `F.linear` in `dtype`, `[..., in]` with a weight `[out, in]`, a part of the outputs at a time: an output embedding
+    up-cast whole would be most of the self-test's memory.
+    """
+    parts = [F.linear(input.to(dtype), part.to(dtype)) for part in weight.split(OUTPUTS)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return out if bias is None else out + bias.to(dtype)
 
 
 class PlainMode(TorchFunctionMode):
@@ -64,6 +76,8 @@ class PlainMode(TorchFunctionMode):
                 return args[0]  # a norm that asks for FP32 must not round the float64 reference
         if self.dtype == torch.float64 and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
+        if func is F.linear:
+            return _linear(self.dtype, *args, **kwargs)
         if func in _UPCAST:
             args = tuple(_wide(value, self.dtype) for value in args)
             kwargs = {name: _wide(value, self.dtype) for name, value in kwargs.items()}

@@ -10,7 +10,7 @@ Parts, on ragged texts longer than a K/V block, a query tile and the default win
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -168,11 +168,14 @@ def _correctness(verifier: Verifier, texts: list[list[int]], alone: list[torch.T
 
 
 def _invariance(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
-    together = _run(verifier, texts)
-    backwards = _run(verifier, texts[::-1])[::-1]
-    cut = [_run_cut(verifier, text) for text in texts]
-    for name, others in (("all in one pass", together), ("in reverse order", backwards), ("in small windows", cut)):
-        for text, first, other in zip(texts, alone, others, strict=True):
+    # One after the other: the logits of all of them at once would be the largest memory of a run.
+    ways: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "all in one pass": lambda: _run(verifier, texts),
+        "in reverse order": lambda: _run(verifier, texts[::-1])[::-1],
+        "in small windows": lambda: [_run_cut(verifier, text) for text in texts],
+    }
+    for name, way in ways.items():
+        for text, first, other in zip(texts, alone, way(), strict=True):
             if not torch.equal(first, other):
                 differing = int((first != other).any(-1).sum())
                 return f"invariance: {differing} of {len(text)} positions change their bits {name}"

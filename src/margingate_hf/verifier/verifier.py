@@ -112,15 +112,13 @@ class Verifier:
         """
         cache.reserve(max(segment.stop for segment in segments))
         counts = [_count(segment, keep, index) for index, segment in enumerate(segments)]
-        kept: dict[int, list[torch.Tensor]] = {index: [] for index in range(len(segments))}
+        found: list[torch.Tensor] = []
         for part in _passes(segments, counts):
-            logits = self._forward(cache, part)
+            found.append(self._forward(cache, part))
             for piece in part:
-                kept[piece.index].append(logits[: piece.kept])
-                logits = logits[piece.kept :]
                 cache.extend(piece.segment.slot, piece.segment.start, piece.segment.tokens, verified=True)
         self.column_bytes = cache.column_bytes
-        return torch.cat([logits for parts in kept.values() for logits in parts])
+        return _joined(found)
 
     def recompute(self, cache: MarginGateCache, segments: Sequence[Segment]) -> torch.Tensor:
         """
@@ -134,9 +132,10 @@ class Verifier:
             `torch.Tensor` of shape `[tokens, vocabulary]`, float32, in the segments' order.
         """
         counts = [len(segment.tokens) for segment in segments]
-        return torch.cat([self._forward(cache, part) for part in _passes(segments, counts)])
+        return _joined([self._forward(cache, part) for part in _passes(segments, counts)])
 
     def _forward(self, cache: MarginGateCache, part: list[_Piece]) -> torch.Tensor:
+        """Logits of the tokens that are kept, `[kept, vocabulary]`, float32."""
         device = self.device
         segments = [piece.segment for piece in part]
         geometry = verify_geometry(segments, device)
@@ -151,7 +150,7 @@ class Verifier:
             logits = self.model(
                 input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
-        logits = logits if self.keeps_logits else logits[wanted]
+        logits = logits[: len(indices)] if self.keeps_logits else logits[wanted[: len(indices)]]
         if logits.dtype != torch.float32:
             raise RuntimeError(f"the verifier's logits came out as {logits.dtype}, not float32.")
         return logits
@@ -169,6 +168,11 @@ class Verifier:
             self.mode,
         ):
             yield
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat`, without the copy where there is one part: logits of a pass are its largest tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def n_layers(model: Any) -> int:

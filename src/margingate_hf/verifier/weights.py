@@ -145,17 +145,13 @@ class WeightStore:
         """
         storage = weight.untyped_storage().data_ptr()
         if not self.resident or storage not in self._owners:
-            return self._pack(weight)
+            return self.plan.pack(weight.detach())
         key = (storage, weight.data_ptr(), tuple(weight.shape), weight.stride())
         with self._lock:
             found = self._packed.get(key)
             if found is None:
-                found = self._packed[key] = self._pack(weight)
+                found = self._packed[key] = self.plan.pack(weight.detach())
         return found
-
-    def _pack(self, weight: torch.Tensor) -> Any:
-        weight = weight.detach()
-        return self.plan.pack(weight.float() if self.plan.copies_weights else weight)
 
     def linear_shapes(self) -> Iterable[torch.Size]:
         """Distinct shapes of the model's matrices, for the probe."""
