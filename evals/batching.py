@@ -4,7 +4,7 @@
 
 Runs are interleaved in one process and medians are given; peak memory is measured in a process of its own for each
 system. Every certified run's tokens are compared with `generate(margin_gate=...)` on each prompt alone before a time is
-written.
+written. What is finished is kept under `OUT/batching/raw` and taken up again by a later call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,10 +30,18 @@ from margingate_hf.demo.run import as_prompts, load
 
 from .machine import as_text, describe
 from .prompts import load_few_shot, load_prompts
+from .reports import write
 
 GATE = MarginGateConfig()
 JOBS = ("gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
+MEASURED_MEMORY = (
+    "stock, static, sorted",
+    "certified, static, sorted",
+    "certified, engine, no reuse",
+    "certified, engine",
+    "certified, engine, no FP32 copy",
+)
 STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
 Tokens = list[list[int]]
 
@@ -78,9 +87,9 @@ class Job:
         """Prompts of like length beside each other, the longest first."""
         return sorted(range(len(self.prompts)), key=lambda i: -len(self.prompts[i]))
 
-    def engine(self, prefix_bytes: int | None) -> tuple[Tokens, dict[str, Any]]:
+    def engine(self, prefix_bytes: int | None, gate: MarginGateConfig = GATE) -> tuple[Tokens, dict[str, Any]]:
         """Certified continuous batching, a fresh engine: no column is left from an earlier run."""
-        engine = MarginGateEngine(self.model, GATE, max_rows=self.rows, prefix_bytes=prefix_bytes)
+        engine = MarginGateEngine(self.model, gate, max_rows=self.rows, prefix_bytes=prefix_bytes)
         out = engine.generate(self.prompts, **self.call)
         kept = engine.statistics
         counts = {"reused_tokens": kept.reused_tokens, "prefill_tokens": kept.prefill_tokens}
@@ -101,6 +110,8 @@ def systems(job: Job, fp32: Any, names: list[str]) -> dict[str, Callable[[], tup
         "certified, engine, no reuse": lambda: job.engine(0),
         "certified, engine": lambda: job.engine(None),
     }
+    if names == ["certified, engine, no FP32 copy"]:  # asked for by name only: slow, and about memory
+        return {names[0]: lambda: job.engine(None, GATE.update(resident_weights=False))}
     return {name: everything[name] for name in everything if not names or name in names}
 
 
@@ -110,111 +121,140 @@ def _stock_batch(job: Job) -> Tokens:
     return [out[f"req_{i}"].generated_tokens for i in range(len(job.prompts))]
 
 
+class Kept:
+    """
+    Finished runs of one job, on disk after each.
+
+    Args:
+        path (`Path`): of the file; read if it exists.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.alone: Tokens = found.get("alone", [])
+        self.seconds: dict[str, list[float]] = found.get("seconds", {})
+        self.notes: dict[str, dict[str, Any]] = found.get("notes", {})
+
+    def save(self) -> None:
+        """Writes everything there is."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        entry = {"alone": self.alone, "seconds": self.seconds, "notes": self.notes}
+        self.path.write_text(json.dumps(entry) + "\n")
+
+
+def decode_alone(job: Job, kept: Kept) -> None:
+    """What every certified run must equal: `generate(margin_gate=...)` on each prompt alone."""
+    for prompt in tqdm(job.prompts[len(kept.alone) :], desc=f"{job.name}: each alone"):
+        ids = torch.tensor([prompt])
+        out = job.model.generate(ids, attention_mask=torch.ones_like(ids), **job.call, margin_gate=GATE)
+        kept.alone.append(out[0, len(prompt) :].tolist())
+        kept.save()
+
+
+def run_once(name: str, job: Job, work: Callable[[], tuple[Tokens, dict[str, Any]]], kept: Kept) -> None:
+    """One timed run of a system, compared before its time is kept."""
+    started = time.perf_counter()
+    try:
+        tokens, counts = work()
+    except Exception as error:
+        kept.notes[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+        return
+    seconds = time.perf_counter() - started
+    differ = sum(first_difference(a, b) is not None for a, b in zip(kept.alone, tokens, strict=True))
+    if name.startswith("certified") and differ:
+        raise SystemExit(f"{job.name}, {name}: {differ} prompts differ from themselves alone; times mean nothing")
+    kept.seconds.setdefault(name, []).append(seconds)
+    kept.notes[name] = {"new_tokens": sum(map(len, tokens)), "differ_from_canonical": differ, **counts}
+    kept.save()
+
+
 def run_job(name: str, model: Any, fp32: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Interleaved runs of one job."""
+    """Interleaved runs of one job, `repeats` of each system in all."""
     job = Job(name, model, tokenizer, options)
+    file = f"{name}_{options.limit}x{options.new_tokens}_r{options.rows}_t{torch.get_num_threads()}.json"
+    kept = Kept(options.out / "batching" / "raw" / file)
+    decode_alone(job, kept)
     compared = systems(job, fp32, options.systems)
-    alone: Tokens = []
-    if any(system.startswith("certified") for system in compared):
-        for prompt in tqdm(job.prompts, desc=f"{name}: each alone"):
-            ids = torch.tensor([prompt])
-            mask = torch.ones_like(ids)
-            out = model.generate(ids, attention_mask=mask, **job.call, margin_gate=GATE)
-            alone.append(out[0, len(prompt) :].tolist())
-    seconds: dict[str, list[float]] = {system: [] for system in compared}
-    notes: dict[str, dict[str, Any]] = {}
-    for _ in range(options.repeats):
+    for turn in range(options.repeats):
         for system, work in tqdm(compared.items(), desc=name):
-            started = time.perf_counter()
-            try:
-                tokens, counts = work()
-            except Exception as error:
-                notes[system] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-                continue
-            seconds[system].append(time.perf_counter() - started)
-            differ = (
-                sum(first_difference(a, b) is not None for a, b in zip(alone, tokens, strict=True)) if alone else None
-            )
-            if system.startswith("certified") and differ:
-                raise SystemExit(f"{name}, {system}: {differ} prompts differ from themselves alone; times mean nothing")
-            notes[system] = {"new_tokens": sum(map(len, tokens)), "differ_from_canonical": differ, **counts}
+            if len(kept.seconds.get(system, [])) <= turn:
+                run_once(system, job, work, kept)
     lengths = [len(prompt) for prompt in job.prompts]
     return {
         "job": name,
         "prompts": len(lengths),
         "prompt_tokens": [min(lengths), statistics.median(lengths), max(lengths)],
-        "seconds": seconds,
-        "notes": notes,
+        "seconds": {system: kept.seconds[system] for system in compared if system in kept.seconds},
+        "notes": {system: kept.notes[system] for system in compared if system in kept.notes},
     }
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    """A table for each job, times over stock static batches in arrival order."""
-    lines = ["# Continuous batching", "", f"`{record['command']}`", "", f"{as_text(record['machine'])}; "]
-    lines[-1] += (
-        f"SmolLM2-135M-Instruct in BF16, at most {record['rows']} rows at once, {record['new_tokens']} new tokens."
-    )
+    """A table for each job, times over stock static batches in arrival order, the engine's parts below it."""
+    lines = ["# Continuous batching", "", f"`{record['command']}`", ""]
+    lines += [
+        f"{as_text(record['machine'])}; SmolLM2-135M-Instruct in BF16, at most {record['rows']} rows at once, "
+        f"{record['new_tokens']} new tokens."
+    ]
     for job in record["jobs"]:
         low, middle, high = job["prompt_tokens"]
-        lines += [
-            "",
-            f"## {job['job']}",
-            "",
-            f"{job['prompts']} prompts of {low} to {high} tokens, median {middle:g}.",
-            "",
-        ]
-        lines += [
-            "| system | median seconds | over stock | new tokens | differ from canonical | prompt tokens reused |"
-        ]
-        lines += ["|---|---|---|---|---|---|"]
-        base = statistics.median(job["seconds"].get("stock, static, arrival order") or [float("nan")])
-        for system, note in job["notes"].items():
-            if "failed" in note:
-                lines.append(f"| {system} | failed: {note['failed']} | | | | |")
-                continue
-            middle = statistics.median(job["seconds"][system])
-            over = f"{middle / base:.2f}x" if base == base else ""
-            cells = [system, f"{middle:.1f}", over, note["new_tokens"], note["differ_from_canonical"]]
-            lines.append("| " + " | ".join(map(str, [*cells, note.get("reused_tokens", "")])) + " |")
+        about = f"{job['prompts']} prompts of {low} to {high} tokens, median {middle:g}."
+        lines += ["", f"## {job['job']}", "", about, "", *_times(job), *_parts(job)]
     if record.get("memory"):
-        lines += [
-            "",
-            "## Peak memory",
-            "",
-            "Resident set of a process that runs the system once, on the first job.",
-            "",
-        ]
-        lines += ["| system | MB |", "|---|---|"]
-        lines += [f"| {system} | {megabytes:.0f} |" for system, megabytes in record["memory"].items()]
+        lines += ["", "## Peak memory", "", *_memory(record["memory"], record["fp32_weights_mb"])]
     return "\n".join(lines) + "\n"
+
+
+def _times(job: dict[str, Any]) -> list[str]:
+    lines = ["| system | median seconds | over stock | runs | new tokens | differ from canonical |", "|---" * 6 + "|"]
+    base = statistics.median(job["seconds"].get("stock, static, arrival order") or [float("nan")])
+    for system, note in job["notes"].items():
+        if "failed" in note:
+            lines.append(f"| {system} | failed: {note['failed']} | | | | |")
+            continue
+        seconds = job["seconds"][system]
+        middle = statistics.median(seconds)
+        over = f"{middle / base:.2f}x" if base == base else ""
+        cells = [system, f"{middle:.1f}", over, len(seconds), note["new_tokens"], note["differ_from_canonical"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _parts(job: dict[str, Any]) -> list[str]:
+    """Of the engine's last run. Static against no reuse is what admission and retirement give; the rest is reuse."""
+    notes = {system: note for system, note in job["notes"].items() if "passes" in note}
+    if not notes:
+        return []
+    names = ("prefill_tokens", "reused_tokens", "passes", "fast_steps", "flips", *PARTS)
+    lines = ["", "| engine | " + " | ".join(name.replace("_", " ") for name in names) + " |"]
+    lines.append("|---" * (1 + len(names)) + "|")
+    lines += [f"| {system} | " + " | ".join(str(note[name]) for name in names) + " |" for system, note in notes.items()]
+    return lines
+
+
+def _memory(memory: dict[str, float], weights: float) -> list[str]:
+    stock = memory["stock, static, sorted"]
+    lines = [
+        f"Resident set of a process that runs the system once, on the first job. The FP32 copy of the weights is "
+        f"{weights:.0f} MB; the last column leaves it out where there is one.",
+        "",
+        "| system | MB | over stock | without the copy |",
+        "|---|---|---|---|",
+    ]
+    for system, used in memory.items():
+        copied = weights if system.startswith("certified") and "no FP32 copy" not in system else 0.0
+        lines.append(f"| {system} | {used:.0f} | {used / stock:.2f}x | {(used - copied) / stock:.2f}x |")
+    return lines
 
 
 def peak_memory(options: argparse.Namespace) -> dict[str, float]:
     """Each system once, in a process of its own; megabytes."""
     found = {}
-    for system in (
-        "stock, static, sorted",
-        "certified, static, sorted",
-        "certified, engine, no reuse",
-        "certified, engine",
-    ):
-        command = [
-            sys.executable,
-            "-m",
-            "evals.batching",
-            "--measure-memory",
-            system,
-            "--jobs",
-            options.jobs.split(",")[0],
-        ]
-        command += [
-            "--limit",
-            str(options.memory_limit),
-            "--new-tokens",
-            str(options.new_tokens),
-            "--rows",
-            str(options.rows),
-        ]
+    for system in MEASURED_MEMORY:
+        command = [sys.executable, "-m", "evals.batching", "--measure-memory", system]
+        command += ["--jobs", options.jobs.split(",")[0], "--limit", str(options.memory_limit)]
+        command += ["--new-tokens", str(options.new_tokens), "--rows", str(options.rows)]
         command += ["--data-dir", options.data_dir] if options.data_dir else []
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found[system] = float(out.split()[-1])
@@ -244,26 +284,16 @@ def main() -> None:
         return
     fp32 = load(options.model, progress=False)[0].float()
     record: dict[str, Any] = {
-        "command": f"python -m evals.batching --jobs {options.jobs} --limit {options.limit} --rows {options.rows} "
-        f"--new-tokens {options.new_tokens} --repeats {options.repeats}",
+        "command": shlex.join(["python", "-m", "evals.batching", *sys.argv[1:]]),
         "machine": describe(),
         "rows": options.rows,
         "new_tokens": options.new_tokens,
-        "jobs": [],
+        "jobs": [run_job(name, model, fp32, tokenizer, options) for name in options.jobs.split(",")],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.jobs.split(","):
-        record["jobs"].append(run_job(name, model, fp32, tokenizer, options))
-        _write(record, options.out)
     if options.memory_limit:
         record["memory"] = peak_memory(options)
-        _write(record, options.out)
-    print(as_markdown(record))
-
-
-def _write(record: dict[str, Any], folder: Path) -> None:
-    (folder / "batching.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "batching.md").write_text(as_markdown(record))
+        record["fp32_weights_mb"] = sum(4 * p.numel() for p in model.parameters() if p.dim() >= 2) / 2**20
+    write(options.out, "batching", record, as_markdown(record))
 
 
 if __name__ == "__main__":

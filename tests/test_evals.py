@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evals import cost, determinism, growth, metrics, replay_speed, schedule_replay, transfer
+from evals import batching, cost, determinism, growth, metrics, replay_speed, schedule_replay, transfer
 from evals.answers import is_right
 from evals.decoding import Run
 from evals.systems import DEFAULT, SYSTEMS
@@ -162,3 +162,36 @@ def test_timing_programs_end_to_end(
     (result,) = (tmp_path / "out").glob("*.json")
     assert all(len(values) == 1 and values[0] > 0 for values in json.loads(result.read_text())["seconds"].values())
     assert "| " in result.with_suffix(".md").read_text()
+
+
+@pytest.mark.smollm2
+def test_batching_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", str(tiny_checkpoint), "--jobs", "chat", "--limit", "3", "--new-tokens", "4", "--rows", "2"]
+    arguments += ["--systems", "stock, static, arrival order;certified, engine", "--memory-limit", "0"]
+    arguments += ["--out", str(tmp_path)]
+
+    def times(repeats: int) -> dict[str, list[float]]:
+        monkeypatch.setattr(sys, "argv", ["batching", *arguments, "--repeats", str(repeats)])
+        batching.main()
+        found: dict[str, list[float]] = json.loads((tmp_path / "batching.json").read_text())["jobs"][0]["seconds"]
+        return found
+
+    once, twice = times(1), times(2)
+    assert len(once) == 2 and all(len(runs) == 1 for runs in once.values())
+    assert all(runs[:1] == once[system] and len(runs) == 2 for system, runs in twice.items()), "the first is kept"
+    assert "| certified, engine |" in (tmp_path / "batching.md").read_text()
+    (raw,) = (tmp_path / "batching" / "raw").iterdir()
+    kept = json.loads(raw.read_text())
+    kept["alone"][1][0] += 1
+    raw.write_text(json.dumps(kept))
+    with pytest.raises(SystemExit, match="1 prompts differ"):
+        times(3)
+
+
+def test_memory_is_told_with_and_without_the_copy_of_the_weights() -> None:
+    used = {"stock, static, sorted": 100.0, "certified, engine": 180.0, "certified, engine, no FP32 copy": 110.0}
+    lines = batching._memory(used, 60.0)
+    assert lines[-2:] == [
+        "| certified, engine | 180 | 1.80x | 1.20x |",
+        "| certified, engine, no FP32 copy | 110 | 1.10x | 1.10x |",
+    ]
