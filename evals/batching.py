@@ -1,6 +1,6 @@
 """A job of many prompts: stock `generate` in static batches, stock `generate_batch`, and certified continuous batching.
 
-    OMP_NUM_THREADS=2 python -m evals.batching --jobs gsm8k-5shot,math500,chat --limit 64 --repeats 3
+    OMP_NUM_THREADS=2 python -m evals.batching --jobs mixed,gsm8k-5shot-stops --limit 64 --repeats 3
 
 Runs are interleaved in one process and medians are given; peak memory is measured in a process of its own for each
 system. Every certified run's tokens are compared with `generate(margin_gate=...)` on each prompt alone before a time is
@@ -10,6 +10,7 @@ written. What is finished is kept under `OUT/batching/raw` and taken up again by
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import shlex
@@ -33,7 +34,7 @@ from .prompts import load_few_shot, load_prompts
 from .reports import write
 
 GATE = MarginGateConfig()
-JOBS = ("gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
+JOBS = ("mixed", "gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 MEASURED_MEMORY = (
     "stock, static, sorted",
@@ -44,6 +45,18 @@ MEASURED_MEMORY = (
 )
 STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
 Tokens = list[list[int]]
+
+
+def _texts(name: str, limit: int, tokenizer: Any, data_dir: str | None) -> list[str]:
+    """Prompts of a job. `mixed`: a quarter chat, the rest half GSM8K 5-shot and half MATH500, in turns."""
+    if name == "mixed":
+        chat = _texts("chat", limit // 4, tokenizer, data_dir)
+        kinds = [chat, *(_texts(kind, limit, tokenizer, data_dir) for kind in ("gsm8k-5shot", "math500"))]
+        turns = [text for turn in itertools.zip_longest(*kinds) for text in turn if text is not None]
+        return turns[:limit]
+    if name.startswith("gsm8k-5shot"):
+        return load_few_shot(limit, 5, data_dir)
+    return as_prompts(tokenizer, load_prompts(name, limit, data_dir))
 
 
 class Job:
@@ -57,10 +70,7 @@ class Job:
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, options: argparse.Namespace):
-        if name.startswith("gsm8k-5shot"):
-            texts = load_few_shot(options.limit, 5, options.data_dir)
-        else:
-            texts = as_prompts(tokenizer, load_prompts(name, options.limit, options.data_dir))
+        texts = _texts(name, options.limit, tokenizer, options.data_dir)
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.prompts: Tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
         self.call: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}

@@ -31,7 +31,7 @@ def together(smollm2: tuple[Any, Any], prompts: list[list[int]]) -> list[Run]:
     return run_batch(smollm2[0], prompts, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.long), 5])
 def test_every_batch_size_gives_the_same_bits(
     smollm2: tuple[Any, Any], prompts: list[list[int]], together: list[Run], batch_size: int
 ) -> None:
