@@ -112,13 +112,15 @@ def as_markdown(record: dict[str, Any]) -> str:
     sizes = record["batch_sizes"]
     lines = ["# lm-eval at several batch sizes", "", f"`{record['command']}`", "", f"{as_text(record['machine'])}.", ""]
     lines += [f"{record['limit']} documents a task, at most {record['new_tokens']} new tokens, 5-shot GSM8K.", ""]
-    lines += ["| task | model | " + " | ".join(f"differ at {size} from {sizes[0]}" for size in sizes[1:]) + " |"]
-    lines += ["|---" * (1 + len(sizes)) + "|"]
-    for task in record["tasks"]:
+    if len(sizes) > 1:
+        lines += ["| task | model | " + " | ".join(f"differ at {size} from {sizes[0]}" for size in sizes[1:]) + " |"]
+        lines += ["|---" * (1 + len(sizes)) + "|"]
+    for task in record["tasks"] if len(sizes) > 1 else ():
         for model, runs in record["runs"].items():
             cells = [f"{runs[str(size)]['differ'][task]} of {record['records'][task]}" for size in sizes[1:]]
             lines.append(f"| {task} | {model} | " + " | ".join(cells) + " |")
-    lines += ["", "Seconds of the whole run, loading and the self-test included:", ""]
+    lines += [""] if len(sizes) > 1 else []
+    lines += ["Seconds of the whole run, loading and the self-test included:", ""]
     lines += ["| model | " + " | ".join(f"batch {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
     for model, runs in record["runs"].items():
         lines.append(f"| {model} | " + " | ".join(f"{runs[str(size)]['seconds']:.0f}" for size in sizes) + " |")
