@@ -109,12 +109,12 @@ class VerifyGeometry:
         """KV blocks that the pass reads."""
         return -(-self.length // KV_BLOCK)
 
-    def rounds(self, sizes: tuple[int, ...] = (QUERY_TILE,)) -> tuple[Round, ...]:
+    def rounds(self, sizes: tuple[int, ...]) -> tuple[Round, ...]:
         """
         Query tiles for the torch form, one of each segment at a time, built once for all layers of one shape.
 
         Args:
-            sizes (`tuple[int, ...]`, *optional*): queries a tile may hold, ascending.
+            sizes (`tuple[int, ...]`): queries a tile may hold, ascending.
         """
         found = self._rounds.get(sizes)
         if found is None:
@@ -129,7 +129,7 @@ class VerifyGeometry:
         The next tile of every segment that has tokens left. Segments end in pieces of `QUERY_TILE` at most, so that a
         prompt's remainder is not filled up to a large tile.
         """
-        left = [(slot, base, start, tokens) for slot, base, start, tokens in self.spans]
+        left = list(self.spans)
         while left:
             taken = [(*span[:3], _take(span[3], largest)) for span in left]
             yield taken

@@ -150,7 +150,7 @@ class Verifier:
             logits = self.model(
                 input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
-        logits = logits[: len(indices)] if self.keeps_logits else logits[wanted[: len(indices)]]
+        logits = (logits if self.keeps_logits else logits[wanted])[: len(indices)]
         if logits.dtype != torch.float32:
             raise RuntimeError(f"the verifier's logits came out as {logits.dtype}, not float32.")
         return logits
