@@ -31,17 +31,18 @@ from margingate_hf.demo.run import as_prompts, load
 
 from .machine import as_text, describe
 from .prompts import load_few_shot, load_prompts
-from .reports import write
+from .reports import keep, slug, write
 
 GATE = MarginGateConfig()
 JOBS = ("mixed", "gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
+NO_COPY = "certified, engine, no FP32 copy"  # slow, and about memory: only where it is asked for
 MEASURED_MEMORY = (
     "stock, static, sorted",
     "certified, static, sorted",
     "certified, engine, no reuse",
     "certified, engine",
-    "certified, engine, no FP32 copy",
+    NO_COPY,
 )
 STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
 Tokens = list[list[int]]
@@ -119,10 +120,9 @@ def systems(job: Job, fp32: Any, names: list[str]) -> dict[str, Callable[[], tup
         "certified, static, sorted": lambda: (job.static(job.model, job.by_length(), GATE), {}),
         "certified, engine, no reuse": lambda: job.engine(0),
         "certified, engine": lambda: job.engine(None),
+        NO_COPY: lambda: job.engine(None, GATE.update(resident_weights=False)),
     }
-    if names == ["certified, engine, no FP32 copy"]:  # asked for by name only: slow, and about memory
-        return {names[0]: lambda: job.engine(None, GATE.update(resident_weights=False))}
-    return {name: everything[name] for name in everything if not names or name in names}
+    return {name: work for name, work in everything.items() if (name in names if names else name != NO_COPY)}
 
 
 def _stock_batch(job: Job) -> Tokens:
@@ -148,9 +148,7 @@ class Kept:
 
     def save(self) -> None:
         """Writes everything there is."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        entry = {"alone": self.alone, "seconds": self.seconds, "notes": self.notes}
-        self.path.write_text(json.dumps(entry) + "\n")
+        keep(self.path, {"alone": self.alone, "seconds": self.seconds, "notes": self.notes})
 
 
 def decode_alone(job: Job, kept: Kept) -> None:
@@ -182,7 +180,8 @@ def run_once(name: str, job: Job, work: Callable[[], tuple[Tokens, dict[str, Any
 def run_job(name: str, model: Any, fp32: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Interleaved runs of one job, `repeats` of each system in all."""
     job = Job(name, model, tokenizer, options)
-    file = f"{name}_{options.limit}x{options.new_tokens}_r{options.rows}_t{torch.get_num_threads()}.json"
+    run = f"{options.limit}x{options.new_tokens}_r{options.rows}_t{torch.get_num_threads()}"
+    file = f"{slug(options.model)}_{name}_{run}.json"
     kept = Kept(options.out / "batching" / "raw" / file)
     decode_alone(job, kept)
     compared = systems(job, fp32, options.systems)
@@ -253,7 +252,7 @@ def _memory(memory: dict[str, float], weights: float) -> list[str]:
         "|---|---|---|---|",
     ]
     for system, used in memory.items():
-        copied = weights if system.startswith("certified") and "no FP32 copy" not in system else 0.0
+        copied = weights if system.startswith("certified") and system != NO_COPY else 0.0
         lines.append(f"| {system} | {used:.0f} | {used / stock:.2f}x | {(used - copied) / stock:.2f}x |")
     return lines
 

@@ -28,7 +28,7 @@ from .decoding import Run, decode
 from .determinism import load
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts
-from .reports import write
+from .reports import keep, slug, write
 from .systems import SYSTEMS
 
 DEFAULT = ("off", "fp32", "certified-1-plane", "certified", "certified-3-planes")
@@ -76,8 +76,7 @@ def run_one(options: argparse.Namespace, configuration: Configuration) -> None:
         run = Run(system, options.dataset, configuration.batch_size)
         prompts = _prompts(options, tokenizer)
         decode(model, tokenizer, prompts, run, options.new_tokens, SYSTEMS[system].gate())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run.to_dict()) + "\n")
+        keep(path, run.to_dict())
 
 
 def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[str]:
@@ -87,8 +86,8 @@ def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[str]:
 
 
 def _path(options: argparse.Namespace, system: str, configuration: Configuration) -> Path:
-    name = f"{options.dataset}_{options.limit}x{options.new_tokens}_{system}_{configuration.name}.json"
-    return Path(options.out) / "raw" / name
+    job = f"{slug(options.model)}_{options.dataset}_{options.limit}x{options.new_tokens}"
+    return Path(options.out) / "raw" / f"{job}_{system}_{configuration.name}.json"
 
 
 def measure(runs: dict[Configuration, Run], rights: list[list[bool]] | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from margingate_hf.verifier import verifier_for
 from .decoding import Run, decode
 from .machine import describe
 from .prompts import DATASETS, load_prompts
-from .reports import write
+from .reports import keep, slug, write
 from .systems import DEFAULT, SYSTEMS
 from .tables import as_csv, as_markdown, summarise
 
@@ -45,7 +45,7 @@ def _source(model_name: str) -> str | Path:
 
 def raw_path(options: argparse.Namespace, system: str, batch_size: int) -> Path:
     """Where one run is kept."""
-    return Path(options.out) / "raw" / f"{options.model.split('/')[-1]}_{options.dataset}_{system}_b{batch_size}.json"
+    return Path(options.out) / "raw" / f"{slug(options.model)}_{options.dataset}_{system}_b{batch_size}.json"
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,9 +85,7 @@ def run_system(options: argparse.Namespace, system: str) -> None:
         run.margins = [[round(value, ROUNDED) for value in row] for row in run.margins]
         run.top1 = [[round(value, ROUNDED) for value in row] for row in run.top1]
         path = raw_path(options, system, batch_size)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"settings": settings(options), "machine": describe(), "run": run.to_dict()}
-        path.write_text(json.dumps(record) + "\n")
+        keep(path, {"settings": settings(options), "machine": describe(), "run": run.to_dict()})
 
 
 def run_all(options: argparse.Namespace) -> dict[str, list[Run]]:
@@ -145,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = run_all(options)
     command = " ".join(["python -m evals.determinism", *arguments])
     summary = summarise(runs, options.dataset, options.limit, options.data_dir, _decoder(options))
-    name = f"{options.model.split('/')[-1]}_{options.dataset}" + ("_long" if options.min_new_tokens else "")
+    name = f"{slug(options.model)}_{options.dataset}" + ("_long" if options.min_new_tokens else "")
     out = Path(options.out)
     record = {"command": command, "settings": settings(options), "machine": describe(), "systems": summary}
     (out / f"{name}.csv").write_text(as_csv(summary))

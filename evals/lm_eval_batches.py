@@ -25,7 +25,7 @@ from margingate_hf.demo.checkpoint import fetch
 from margingate_hf.lm_eval import register
 
 from .machine import as_text, describe
-from .reports import write
+from .reports import keep, slug, write
 
 MODELS = ("hf", "margingate-hf")
 PARTS = ("prefill_tokens", "reused_tokens", "new_tokens", "fast_steps", "passes", "flips")
@@ -77,12 +77,10 @@ def evaluate(model: str, batch_size: int, folder: Path, options: argparse.Namesp
 
 def run_once(model: str, batch_size: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """A kept run of these settings, or a new one."""
-    name = f"{model}_{options.tasks.replace(',', '+')}_{options.limit}x{options.new_tokens}_b{batch_size}.json"
-    path = options.out / "lm_eval" / "raw" / name
+    job = f"{slug(options.model)}_{options.tasks.replace(',', '+')}_{options.limit}x{options.new_tokens}"
+    path = options.out / "lm_eval" / "raw" / f"{model}_{job}_b{batch_size}.json"
     if not path.exists():
-        run = evaluate(model, batch_size, folder, options)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run, default=str) + "\n")
+        keep(path, evaluate(model, batch_size, folder, options))
     found: dict[str, Any] = json.loads(path.read_text())  # read back, so that new and kept runs compare alike
     return found
 
@@ -113,13 +111,7 @@ def as_markdown(record: dict[str, Any]) -> str:
     lines = ["# lm-eval at several batch sizes", "", f"`{record['command']}`", "", f"{as_text(record['machine'])}.", ""]
     lines += [f"{record['limit']} documents a task, at most {record['new_tokens']} new tokens, 5-shot GSM8K.", ""]
     if len(sizes) > 1:
-        lines += ["| task | model | " + " | ".join(f"differ at {size} from {sizes[0]}" for size in sizes[1:]) + " |"]
-        lines += ["|---" * (1 + len(sizes)) + "|"]
-    for task in record["tasks"] if len(sizes) > 1 else ():
-        for model, runs in record["runs"].items():
-            cells = [f"{runs[str(size)]['differ'][task]} of {record['records'][task]}" for size in sizes[1:]]
-            lines.append(f"| {task} | {model} | " + " | ".join(cells) + " |")
-    lines += [""] if len(sizes) > 1 else []
+        lines += [*_differences(record), ""]
     lines += ["Seconds of the whole run, loading and the self-test included:", ""]
     lines += ["| model | " + " | ".join(f"batch {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
     for model, runs in record["runs"].items():
@@ -131,6 +123,17 @@ def as_markdown(record: dict[str, Any]) -> str:
     if ours:
         lines += ["", *_parts(ours)]
     return "\n".join(lines) + "\n"
+
+
+def _differences(record: dict[str, Any]) -> list[str]:
+    sizes = record["batch_sizes"]
+    lines = ["| task | model | " + " | ".join(f"differ at {size} from {sizes[0]}" for size in sizes[1:]) + " |"]
+    lines += ["|---" * (1 + len(sizes)) + "|"]
+    for task in record["tasks"]:
+        for model, runs in record["runs"].items():
+            cells = [f"{runs[str(size)]['differ'][task]} of {record['records'][task]}" for size in sizes[1:]]
+            lines.append(f"| {task} | {model} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _parts(runs: dict[str, Any]) -> list[str]:
