@@ -41,13 +41,13 @@ def filled(verifier: Verifier, rows: int, length: int) -> MarginGateCache:
     return cache
 
 
-def step(model: Any, cache: MarginGateCache, length: int) -> None:
+def step(verifier: Verifier, cache: MarginGateCache, length: int) -> None:
     """One fast step of all rows at position `length`."""
     positions = torch.full((cache.rows,), length)
-    geometry = DecodeGeometry(positions, length + 1)
+    geometry = DecodeGeometry(positions, length + 1, product=verifier.products)
     with geometry_scope(geometry):
         ids = torch.ones(cache.rows, 1, dtype=torch.long)
-        model(input_ids=ids, position_ids=positions[:, None], cache=cache, use_cache=True)
+        verifier.model(input_ids=ids, position_ids=positions[:, None], cache=cache, use_cache=True)
 
 
 def one_pass(verifier: Verifier, cache: MarginGateCache, length: int, window: int) -> None:
@@ -67,13 +67,13 @@ def median(work: Callable[[], None], repeats: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def measure(model: Any, verifier: Verifier, rows: int, length: int, repeats: int) -> dict[str, float]:
+def measure(verifier: Verifier, rows: int, length: int, repeats: int) -> dict[str, float]:
     """Seconds of a fast step and of passes over one and over `WINDOW` tokens a row."""
     cache = filled(verifier, rows, length)
     return {
         "rows": rows,
         "length": length,
-        "step": median(lambda: step(model, cache, length), repeats),
+        "step": median(lambda: step(verifier, cache, length), repeats),
         "pass_1": median(lambda: one_pass(verifier, cache, length, 1), repeats),
         "pass_window": median(lambda: one_pass(verifier, cache, length, WINDOW), repeats),
         "column_bytes": cache.column_bytes,
@@ -142,10 +142,9 @@ def main() -> None:
     model, _ = load(options.model, progress=True)
     verifier = verifier_for(model, MarginGateConfig())
     with torch.no_grad(), installed(model):
-        rows = [measure(model, verifier, count, LENGTH_OF_ROWS, options.repeats) for count in tqdm(ROWS, desc="rows")]
+        rows = [measure(verifier, count, LENGTH_OF_ROWS, options.repeats) for count in tqdm(ROWS, desc="rows")]
         lengths = [
-            measure(model, verifier, ROWS_OF_LENGTHS, length, options.repeats)
-            for length in tqdm(LENGTHS, desc="length")
+            measure(verifier, ROWS_OF_LENGTHS, length, options.repeats) for length in tqdm(LENGTHS, desc="length")
         ]
     record = {
         "command": f"python -m evals.growth --repeats {options.repeats}",

@@ -71,8 +71,8 @@ class MarginGateConfig:
             Refuse a model whose forward uses an operation the verifier has no fixed plan for. `False` lets it run
             unchanged, which gives up the guarantee and is recorded in the statistics.
         resident_weights (`bool`, *optional*):
-            Keep an FP32 copy of the weights between passes. `None` decides by the memory that is free. Same bits
-            either way.
+            Keep an FP32 copy of the weights between passes, and on a processor with BF16 products a packed copy of a
+            BF16 model's for the fast path. `None` decides by the memory that is free. Same bits either way.
         seed (`int` or `list[int]`, *optional*):
             Seed of `do_sample=True`: one for all prompts or one a prompt. The noise of a token depends on the seed, the
             sample's index within its prompt, the position and the token id, never on the batch.

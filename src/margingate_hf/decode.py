@@ -105,6 +105,10 @@ class DecodeLoop:
     def _new_cache(self, places: int) -> MarginGateCache:
         return self.verifier.new_cache(places, self.config.kv_planes)
 
+    def _product(self) -> Any:
+        """What stands in for torch's linear product in a fast step."""
+        return self.verifier.products
+
     @property
     def unfinished(self) -> bool:
         """Whether any row is still waiting or decoding."""
@@ -265,7 +269,9 @@ class DecodeLoop:
         positions = [row.verified + len(row.drafts) for row in self.active]
         self.cache.reserve(max(positions) + 1)
         long = self.cache.long_flags([row.slot for row in self.active], device)
-        geometry = DecodeGeometry(torch.tensor(positions, device=device), max(positions) + 1, long)
+        geometry = DecodeGeometry(
+            torch.tensor(positions, device=device), max(positions) + 1, long, product=self._product()
+        )
         with geometry_scope(geometry):
             logits = self.model(
                 input_ids=torch.tensor(tokens, device=device)[:, None],

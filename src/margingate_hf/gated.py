@@ -58,6 +58,9 @@ class GatedLoop(DecodeLoop):
         for row in [row for row in rows if row.done]:
             self._end(row)
 
+    def _product(self) -> None:
+        """The model's own: what it drafts may stand."""
+
     def _judge(self, steps: list[Step]) -> None:
         """Settles the tokens of this turn's steps."""
         self._recompute([step for step in steps if step.is_low(self.config.threshold) and not step.row.done])

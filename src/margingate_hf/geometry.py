@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,20 +54,27 @@ class Round:
         query_index: int64 `[rows, queries]`, index into the pass's flat tokens; fillers point one past the end.
         query_position: int64 `[rows, queries]`; fillers sit at position 0 and see one key.
         n_blocks: KV blocks that the furthest query of the round needs.
+        clear: leading blocks of which every query sees all keys.
     """
 
     slots: tuple[int, ...]
     query_index: torch.Tensor
     query_position: torch.Tensor
     n_blocks: int
+    clear: int
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def hidden(self, sliding_window: int | None) -> torch.Tensor:
-        """Keys a query must not see: bool `[rows, 1, n_blocks, queries, 1, KV_BLOCK]`, built once a window size."""
+        """
+        Keys a query must not see in the last blocks: bool `[rows, 1, blocks, queries, 1, KV_BLOCK]`, built once a
+        window size. Without a window blocks that are clear have no mask.
+        """
         mask = self.masks.get(sliding_window)
         if mask is None:
             device = self.query_position.device
-            keys = torch.arange(self.n_blocks * KV_BLOCK, device=device).view(1, 1, self.n_blocks, 1, 1, KV_BLOCK)
+            first = self.clear if sliding_window is None else 0
+            keys = torch.arange(first * KV_BLOCK, self.n_blocks * KV_BLOCK, device=device)
+            keys = keys.view(1, 1, self.n_blocks - first, 1, 1, KV_BLOCK)
             queries = self.query_position[:, None, None, :, None, None]
             mask = keys > queries
             if sliding_window is not None:
@@ -162,12 +169,14 @@ class DecodeGeometry:
         length: keys to read, one past the furthest position.
         long: bool `[n_rows]`, rows that use the long rotary table; `None` if there are none.
         first: the first of the cache rows.
+        product: takes the place of torch's own linear product, see [`DraftLinear`]; `None` leaves it.
     """
 
     positions: torch.Tensor
     length: int
     long: torch.Tensor | None = None
     first: int = 0
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
 
@@ -253,6 +262,7 @@ def _round(size: int, members: list[_Tile], n_tokens: int, device: torch.device)
         query_index=torch.tensor(index, device=device),
         query_position=torch.tensor(position, device=device),
         n_blocks=-(-furthest // KV_BLOCK),
+        clear=(min(start for _, _, start, _ in members) + 1) // KV_BLOCK,
     )
 
 

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .dispatch import implementation
+from .draft_linear import DraftLinear, plain_linears
 from .fixed_plan import fixed_plan
 from .geometry import VerifyGeometry, current_geometry
 from .rope import PinnedRotary, rotary_modules
@@ -151,6 +152,7 @@ class _Installed:
 
 
 _installed = _Installed()
+_state = threading.local()
 
 
 def implementation_slots(model: torch.nn.Module) -> list[tuple[Any, str]]:
@@ -172,15 +174,22 @@ def installed(model: torch.nn.Module) -> Iterator[None]:
     Points the model at our implementations for the duration of the block. Nests, also across threads; another thread's
     stock call meanwhile still gets the implementation it had.
     """
+    held = _state.__dict__.setdefault("models", [])
+    if any(model is other for other in held):  # by this thread, around this block
+        yield
+        return
     added: list[tuple[Any, str]] = []
     wanted: list[tuple[Any, str, Callable[[], Any]]] = [(*slot, lambda: NAME) for slot in implementation_slots(model)]
     wanted += [(module, "forward", functools.partial(PinnedRotary, module)) for module in rotary_modules(model)]
+    wanted += [(module, "forward", functools.partial(DraftLinear, module)) for module in plain_linears(model)]
+    held.append(model)
     try:
         for owner, attribute, make in wanted:
             _installed.add(owner, attribute, make)
             added.append((owner, attribute))
         yield
     finally:
+        held.remove(model)
         for slot in added:
             _installed.remove(*slot)
 

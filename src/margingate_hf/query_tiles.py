@@ -32,7 +32,8 @@ def attend(
     Args:
         tile (`torch.Tensor` of shape `[rows, queries, heads, dim]`, float32): scaled queries.
         keys, values (`torch.Tensor` of shape `[rows, kv_heads, blocks, KV_BLOCK, dim]`, float32).
-        hidden (bool `torch.Tensor` of shape `[rows, 1, blocks, queries, 1, KV_BLOCK]`): keys a query must not see.
+        hidden (bool `torch.Tensor` of shape `[rows, 1, masked, queries, 1, KV_BLOCK]`): keys a query must not see in
+            the last `masked` blocks.
         softcap (`float`, *optional*): scores become `softcap * tanh(score / softcap)`.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*): a logit per head that takes weight and gives no value.
 
@@ -48,7 +49,7 @@ def attend(
     scores = scores.view(rows, kv_heads, blocks, queries, group, KV_BLOCK)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill_(hidden, float("-inf"))
+    scores[:, :, blocks - hidden.shape[2] :].masked_fill_(hidden, float("-inf"))
     top = scores.amax(dim=(2, 5), keepdim=True)
     if sinks is not None:
         sinks = sinks.float().view(1, kv_heads, 1, 1, group, 1)

@@ -17,6 +17,7 @@ from ..geometry import Segment, VerifyGeometry, geometry_scope, verify_geometry
 from ..interfaces import installed
 from ..placement import execution_device
 from ..schedule import CostMeter
+from .draft_products import DraftProducts
 from .mode import VerifierMode
 from .plans import LinearPlan
 from .precision import full_precision
@@ -50,6 +51,7 @@ class Verifier:
         self.plan = plan
         self.store = WeightStore(model, plan, resident)
         self.precision = precision
+        self.products = DraftProducts(self.store)
         self.mode = VerifierMode(self.store, strict, precision)
         self.passed_over: list[str] = []
         self.meter = CostMeter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
@@ -18,6 +18,7 @@ import torch
 
 from ..placement import named_weights
 from .plans import LinearPlan
+from .precision import multiplies_bfloat16
 
 # Share of the memory free at the time that an FP32 copy may take when the user left the choice to us.
 RESIDENT_SHARE = 0.5
@@ -126,7 +127,8 @@ class WeightStore:
             return self._wanted
         if self._packed:
             return True
-        need = sum(4 * tensor.numel() for _, tensor in named_weights(self.model) if tensor.dim() >= 2)
+        weights = [tensor for _, tensor in named_weights(self.model) if tensor.dim() >= 2]
+        need = sum((4 + 2 * self.keeps_short(tensor)) * tensor.numel() for tensor in weights)
         return need <= RESIDENT_SHARE * psutil.virtual_memory().available
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -146,11 +148,24 @@ class WeightStore:
         storage = weight.untyped_storage().data_ptr()
         if not self.resident or storage not in self._owners:
             return self.plan.pack(weight.detach())
-        key = (storage, weight.data_ptr(), tuple(weight.shape), weight.stride())
+        return self._kept("plan", weight, self.plan.pack)
+
+    @staticmethod
+    def keeps_short(weight: torch.Tensor) -> bool:
+        """Whether a resident weight is also packed in 16 bits, for fast steps."""
+        return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bfloat16()
+
+    def short(self, weight: torch.Tensor) -> Any:
+        """A weight `[out, in]` in its own 16 bits, in oneDNN's layout; kept."""
+        return self._kept("short", weight, lambda w: torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), None))
+
+    def _kept(self, kind: str, weight: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
+        storage = weight.untyped_storage().data_ptr()
+        key = (storage, weight.data_ptr(), tuple(weight.shape), weight.stride(), kind)
         with self._lock:
             found = self._packed.get(key)
             if found is None:
-                found = self._packed[key] = self.plan.pack(weight.detach())
+                found = self._packed[key] = pack(weight.detach())
         return found
 
     def linear_shapes(self) -> Iterable[torch.Size]:
