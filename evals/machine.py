@@ -6,9 +6,12 @@ import os
 import platform
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+
+from margingate_hf.verifier.precision import multiplies_bfloat16
 
 
 def _processor() -> str:
@@ -21,13 +24,14 @@ def _processor() -> str:
     return f"{named.get('model name', platform.machine())} family {named.get('cpu family')} model {named.get('model')}"
 
 
-def describe() -> dict[str, str | int]:
+def describe() -> dict[str, Any]:
     """Processor, cores, threads, instruction set, versions and date."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "bf16_products": multiplies_bfloat16(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -35,9 +39,11 @@ def describe() -> dict[str, str | int]:
     }
 
 
-def as_text(machine: dict[str, str | int]) -> str:
+def as_text(machine: dict[str, Any]) -> str:
     """One line for a table's caption."""
+    products = {True: " with BF16 products", False: " without BF16 products"}.get(machine.get("bf16_products"), "")
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, {machine['instructions']}, "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['instructions']}{products}, "
         f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}"
     )
