@@ -122,6 +122,8 @@ def systems(job: Job, fp32: Any, names: list[str]) -> dict[str, Callable[[], tup
         "certified, engine": lambda: job.engine(None),
         NO_COPY: lambda: job.engine(None, GATE.update(resident_weights=False)),
     }
+    if "stop_strings" in job.call:  # its rows cannot stop at a string: other work
+        del everything["stock generate_batch"]
     return {name: work for name, work in everything.items() if (name in names if names else name != NO_COPY)}
 
 
