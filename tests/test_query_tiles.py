@@ -39,6 +39,8 @@ def test_a_small_window_takes_a_small_tile_and_a_prompt_large_ones() -> None:
     assert [part.query_index.shape[1] for part in geometry([1] * 8).rounds(sizes)] == [2]
     assert [part.query_index.shape[1] for part in geometry([1, 3, 1]).rounds(sizes)] == [4], "rows stay together"
     assert [part.query_index.shape[1] for part in geometry([69, 1]).rounds(sizes)] == [32, 2, 32, 8]
+    assert [part.query_index.shape[1] for part in geometry([52]).rounds(sizes)] == [32, 32], "the rest fills one up"
+    assert [part.query_index.shape[1] for part in geometry([48]).rounds(sizes)] == [32, 8, 8]
 
 
 @pytest.mark.parametrize("threads", (1, 2))

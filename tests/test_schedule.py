@@ -105,10 +105,26 @@ def test_line_is_never_negative() -> None:
 
 def test_the_meter_needs_both() -> None:
     meter = CostMeter()
-    meter.steps.add(4, 0.1)
-    assert meter.costs() is None
-    meter.passes.add(16, 0.2)
+    meter.add_step(4, 9.0)
+    meter.add_pass(16, 0.2)
+    assert meter.costs() is None, "the first step packs weights"
+    meter.add_step(4, 0.1)
     assert meter.costs() == Costs(0.1, 0.0, 0.2, 0.0)
+
+
+def test_a_step_that_seemed_dear_is_tried_again() -> None:
+    meter = CostMeter(warm=True)
+    meter.add_pass(8, 0.1)
+    meter.add_step(8, 60.0)  # the machine was busy
+    for _ in range(CostMeter.RETRY):
+        costs = meter.costs()
+        assert costs is not None and should_verify([Pending(0, 0, False)] * 8, COST, costs), "nothing is drafted"
+        meter.add_pass(8, 0.1)
+    assert meter.costs() is None
+    assert not should_verify([Pending(0, 0, False)] * 8, COST, None)
+    meter.add_step(8, 0.01)
+    costs = meter.costs()
+    assert costs is not None and not should_verify([Pending(0, 0, False)] * 8, COST, costs)
 
 
 @pytest.mark.parametrize("costs", [None, Costs(1, 0, 0.1, 0), Costs(0.01, 0, 1, 0), Costs(0.1, 0.01, 0.15, 0.01)])

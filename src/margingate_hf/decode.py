@@ -155,7 +155,7 @@ class DecodeLoop:
         ):
             began = time.perf_counter()
             self._draft_tokens()
-            meter.steps.add(len(self.active), time.perf_counter() - began)
+            meter.add_step(len(self.active), time.perf_counter() - began)
             for row in [row for row in self.active if row.done]:  # its own processor has failed
                 self._end(row)
         self.statistics.decode_seconds += time.perf_counter() - started
@@ -194,7 +194,7 @@ class DecodeLoop:
         else:
             self.statistics.passes += 1
             self.statistics.verify_seconds += seconds
-            self.verifier.meter.passes.add(decoded, seconds)
+            self.verifier.meter.add_pass(decoded, seconds)
 
     def _parts(self) -> list[tuple[Row, list[int], int]]:
         """

@@ -133,8 +133,7 @@ class VerifyGeometry:
 
     def _ranks(self, largest: int) -> Iterator[list[_Tile]]:
         """
-        The next tile of every segment that has tokens left. Segments end in pieces of `QUERY_TILE` at most, so that a
-        prompt's remainder is not filled up to a large tile.
+        The next tile of every segment that has tokens left.
         """
         left = list(self.spans)
         while left:
@@ -234,8 +233,8 @@ def verify_geometry(segments: Sequence[Segment], device: torch.device) -> Verify
 
 
 def _take(tokens: int, largest: int) -> int:
-    """Tokens of a segment's next tile."""
-    return largest if tokens >= largest else min(tokens, QUERY_TILE)
+    """Tokens of a segment's next tile; what is left of a prompt fills up a large one rather than take three small."""
+    return min(tokens, largest if tokens > 2 * QUERY_TILE else QUERY_TILE)
 
 
 def _by_size(members: list[_Tile], sizes: tuple[int, ...]) -> Iterator[tuple[int, list[_Tile]]]:

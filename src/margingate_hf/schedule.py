@@ -161,10 +161,31 @@ class Line:
 
 @dataclass
 class CostMeter:
-    """Learns [`Costs`] from the steps and passes of one verifier, across calls."""
+    """
+    Learns [`Costs`] from the steps and passes of one verifier, across calls.
 
+    The first step is not counted: it packs weights and generates code. Where no steps are taken any more because they
+    seemed dear, they are forgotten after `RETRY` passes and one is tried again: it may have been a stall.
+    """
+
+    RETRY = 32
     steps: Line = field(default_factory=Line)
     passes: Line = field(default_factory=Line)
+    warm: bool = False
+    idle: int = 0
+
+    def add_step(self, rows: int, seconds: float) -> None:
+        """A fast step of so many rows."""
+        if self.warm:
+            self.steps.add(rows, seconds)
+        self.warm, self.idle = True, 0
+
+    def add_pass(self, tokens: int, seconds: float) -> None:
+        """A verifier pass over so many tokens."""
+        self.passes.add(tokens, seconds)
+        self.idle += 1
+        if self.idle >= self.RETRY:
+            self.steps, self.idle = Line(), 0
 
     def costs(self) -> Costs | None:
         """What has been measured, or `None` before a step and a pass have been."""

@@ -76,6 +76,7 @@ class WeightStore:
         self._owners: dict[int, str] = {}
         self.resident = False
         self.fingerprint = ""
+        self.version = 0  # counts what `refresh` found changed
         self.refresh()
 
     @property
@@ -113,6 +114,7 @@ class WeightStore:
                     key: value for key, value in self._packed.items() if key[0] not in storages and key[1] not in stale
                 }
                 self._sums, self._owners = sums, owners
+                self.version += 1
             # Also where no tensor changed: the active adapter is not in any of them.
             self.fingerprint = _digest(sums, _adapters(self.model))
             self.resident = self._decide()
