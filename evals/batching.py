@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import resource
 import shlex
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from margingate_hf.demo.compare import eos_ids, first_difference, until_end
 from margingate_hf.demo.run import as_prompts, load
 from margingate_hf.verifier.weights import WeightStore
 
-from .machine import as_text, describe
+from .machine import as_text, describe, peak_bytes
 from .prompts import load_few_shot, load_prompts
 from .reports import keep, slug, write
 
@@ -313,7 +312,7 @@ def main() -> None:
     if options.measure_memory:
         job = Job(options.jobs, model, tokenizer, options)
         systems(job, None, [options.measure_memory])[options.measure_memory]()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak_bytes() / 2**20)
         return
     fp32 = load(options.model, progress=False)[0].float()
     record: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from margingate_hf import MarginGateConfig
 from margingate_hf.demo.compare import generate_batches
 from margingate_hf.gate import top2_margin
+
+from .machine import peak_bytes
 
 COUNTS = (
     "fast_steps",
@@ -81,7 +82,7 @@ def decode(
             for name in COUNTS:
                 run.counts[name] = run.counts.get(name, 0) + getattr(out.margin_gate, name)
         tick(len(rows))
-    run.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    run.peak_bytes = peak_bytes()
     return run
 
 

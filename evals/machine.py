@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,18 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
+
+
+def peak_bytes() -> int:
+    """
+    Largest resident set of this process so far. Of its own memory alone: `getrusage` counts in a child what its parent
+    held when it started it.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])  # type: ignore[index]
 
 
 def as_text(machine: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from evals.systems import DEFAULT, SYSTEMS
 from evals.tables import summarise
 from margingate_hf import MarginGateConfig
 from margingate_hf.schedule import Costs
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(size: int, tokens: list[list[int]], margins: list[list[float]] | None = None, **fields: Any) -> Run:
@@ -186,6 +189,17 @@ def test_batching_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch:
     raw.write_text(json.dumps(kept))
     with pytest.raises(SystemExit, match="1 prompts differ"):
         times(3)
+
+
+def test_peak_memory_is_that_of_the_process_alone() -> None:
+    """What its parent held when it was started is not its own."""
+    report = "from evals.machine import peak_bytes; print(peak_bytes())"
+    start = f"import subprocess, sys; ballast = b'1' * (600 << 20); {report}; "
+    start += f"subprocess.run([sys.executable, '-c', {report!r}], check=True)"
+    command = [sys.executable, "-u", "-c", start]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    parent, child = map(int, out.split())
+    assert child < parent - (500 << 20)
 
 
 def test_memory_is_told_with_and_without_the_copy_of_the_weights() -> None:
