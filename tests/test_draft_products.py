@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +112,21 @@ def test_products_are_used_by_full_coverage_alone(monkeypatch: pytest.MonkeyPatc
     used.clear()
     model.generate(**padded(PROMPTS), max_new_tokens=4, do_sample=False, margin_gate=MarginGateConfig.preset("paper"))
     assert not used
+
+
+def test_where_onednn_may_not_use_what_the_processor_has() -> None:
+    """`ONEDNN_MAX_CPU_ISA` below AVX-512: oneDNN refuses BF16, and the fast step must not ask it."""
+    program = (
+        "from margingate_hf import enable; from sameness import run_batch; "
+        "from tiny import random_prompts, tiny_model; "
+        "print(sum(len(run.tokens) for run in run_batch(enable(tiny_model('llama')), random_prompts([5, 7] * 5), 4)))"
+    )
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    environment["PYTHONPATH"] = os.pathsep.join([here, environment.get("PYTHONPATH", "")])
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert int(out.stdout) >= 10
 
 
 def test_nothing_stays_patched() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -32,6 +33,12 @@ def short_products() -> contextlib.AbstractContextManager[None]:
     return matmul_precision("medium") if multiplies_bfloat16() else contextlib.nullcontext()
 
 
+@functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether this processor has BF16 products (AVX512-BF16 or AMX)."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """
+    Whether this processor has BF16 products (AVX512-BF16 or AMX) and oneDNN takes BF16 at all: `ONEDNN_MAX_CPU_ISA` can
+    forbid it.
+    """
+    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    takes = getattr(getattr(torch.ops, "mkldnn", None), "_is_mkldnn_bf16_supported", None)
+    return bool(has and takes is not None and takes())
