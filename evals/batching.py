@@ -325,8 +325,9 @@ def main() -> None:
     if options.memory_limit:
         record["memory"] = peak_memory(options)
         weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)
+        head = model.get_output_embeddings().weight
         record["fp32_weights_mb"] = 4 * weights / 2**20
-        record["packed_weights_mb"] = 2 * weights / 2**20 if WeightStore.keeps_short(model.lm_head.weight) else 0.0
+        record["packed_weights_mb"] = 2 * weights / 2**20 if WeightStore.keeps_short(head) else 0.0
     write(options.out, options.name, record, as_markdown(record))
 
 

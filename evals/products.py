@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
-from margingate_hf.verifier.plans import PrepackedPlan
+from margingate_hf.verifier.plans import PrepackedPlan, reorder, reordered_product
 from margingate_hf.verifier.precision import matmul_precision, multiplies_bfloat16
 
 from .machine import as_text, describe
@@ -41,26 +41,16 @@ def three_terms(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([high, middle, rows - high - middle])
 
 
-def _packed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
-    return out
-
-
 def _by_terms(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Three products whose operands are BF16 values, which oneDNN may then multiply as such; smallest first."""
     with matmul_precision("medium"):
-        high, middle, low = _packed(three_terms(rows), weight).chunk(3)
+        high, middle, low = reordered_product(three_terms(rows), weight).chunk(3)
     return low + middle + high
 
 
 def _packed_for_terms(weight: torch.Tensor) -> torch.Tensor:
     with matmul_precision("medium"):
-        return _reorder(weight.float())
-
-
-def _reorder(weight: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return out
+        return reorder(weight.float())
 
 
 def ways() -> dict[str, tuple[Callable[[torch.Tensor], Any], Way]]:
@@ -68,12 +58,15 @@ def ways() -> dict[str, tuple[Callable[[torch.Tensor], Any], Way]]:
     plan = PrepackedPlan()
     found: dict[str, tuple[Callable[[torch.Tensor], Any], Way]] = {
         "FP32, `F.linear`": (torch.Tensor.float, F.linear),
-        "FP32, packed, whole": (lambda weight: _reorder(weight.float()), _packed),
+        "FP32, packed, whole": (lambda weight: reorder(weight.float()), reordered_product),
         "FP32, packed, the verifier's": (plan.pack, plan.linear),
         "BF16, `F.linear`": (lambda weight: weight, lambda rows, weight: F.linear(rows.bfloat16(), weight)),
     }
     if multiplies_bfloat16():
-        found["BF16, packed, the fast step's"] = (_reorder, lambda rows, weight: _packed(rows.bfloat16(), weight))
+        found["BF16, packed, the fast step's"] = (
+            reorder,
+            lambda rows, weight: reordered_product(rows.bfloat16(), weight),
+        )
         found["three BF16 terms"] = (_packed_for_terms, _by_terms)
     return found
 

@@ -14,7 +14,7 @@ import torch
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.draft_linear import DraftLinear, plain_linears
 from margingate_hf.interfaces import installed
-from margingate_hf.verifier import draft_products, verifier_for, weights
+from margingate_hf.verifier import verifier_for, weights
 from margingate_hf.verifier.draft_products import UPCAST_ROWS, DraftProducts
 from margingate_hf.verifier.plans import PrepackedPlan, TilePlan
 from margingate_hf.verifier.precision import multiplies_bfloat16
@@ -106,7 +106,7 @@ def test_products_are_used_by_full_coverage_alone(monkeypatch: pytest.MonkeyPatc
         used.append(rows.shape[0])
         return stock(self, rows, weight)
 
-    monkeypatch.setattr(draft_products.DraftProducts, "__call__", counted)
+    monkeypatch.setattr(DraftProducts, "__call__", counted)
     run_batch(model, PROMPTS, 4)
     assert used
     used.clear()

@@ -52,7 +52,7 @@ class Round:
     Attributes:
         slots: cache rows, in the order of the leading dimension below.
         query_index: int64 `[rows, queries]`, index into the pass's flat tokens; fillers point one past the end.
-        query_position: int64 `[rows, queries]`; fillers sit at position 0 and see one key.
+        query_position: int64 `[rows, queries]`; fillers sit at position 0, and what they give is dropped.
         n_blocks: KV blocks that the furthest query of the round needs.
         clear: leading blocks of which every query sees all keys.
     """

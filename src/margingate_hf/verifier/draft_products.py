@@ -8,11 +8,9 @@ the verifier replaces. A gated run trusts drafts, and keeps to the model's own p
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from .plans import PrepackedPlan
+from .plans import PrepackedPlan, reordered_product
 from .weights import WeightStore
 
 # Below so many rows an up-cast product reads twice the weights for too little: measured to break even at about 6.
@@ -30,8 +28,6 @@ class DraftProducts:
     def __init__(self, store: WeightStore):
         self.store = store
         self._prepacked = isinstance(store.plan, PrepackedPlan)
-        self._short: dict[int, Any] = {}  # what `store.short` gave, by the weight's identity: a lookup a layer a step
-        self._version = -1
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """
@@ -45,14 +41,8 @@ class DraftProducts:
         store = self.store
         if not self._prepacked or not store.resident or rows.dtype != weight.dtype:
             return None
-        if self._version != store.version:
-            self._short, self._version = {}, store.version
-        short = self._short.get(id(weight))
-        if short is None and store.keeps_short(weight):
-            short = self._short[id(weight)] = store.short(weight)
-        if short is not None:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, short, None, "none", [], "")
-            return out
+        if store.keeps_short(weight):
+            return reordered_product(rows, store.short(weight))
         if rows.shape[0] < UPCAST_ROWS:
             return None
         return store.plan.linear(rows.float(), store.packed(weight)).to(rows.dtype)

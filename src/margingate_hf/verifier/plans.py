@@ -70,6 +70,18 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+def reorder(weight: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """A weight `[out, in]`, float32 or BF16, in oneDNN's own layout; `rows`: how many a product is expected to have."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+    return packed
+
+
+def reordered_product(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """`rows @ weight.T`, `[n, in]` to `[n, out]`, with what [`reorder`] made of a weight of the same dtype."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
+    return out
+
+
 def _rounded(rows: torch.Tensor) -> torch.Tensor:
     """`rows` rounded to BF16, in float32."""
     return rows.bfloat16().float()
@@ -110,8 +122,7 @@ class PrepackedPlan:
         """
         blocks = -(-weight.shape[1] // COLUMN_BLOCK)
         width = -(-weight.shape[1] // blocks)
-        reorder = torch.ops.mkldnn._reorder_linear_weight
-        return width, [reorder(part.float().contiguous(), 16) for part in weight.split(width, dim=1)]
+        return width, [reorder(part.float(), 16) for part in weight.split(width, dim=1)]
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """
@@ -129,13 +140,12 @@ class PrepackedPlan:
     def _product(self, rows: torch.Tensor, width: int, blocks: list[Any]) -> torch.Tensor:
         count = rows.shape[0]
         padded = _operand(rows, next(size for size in self.sizes if size >= count))
-        product = torch.ops.mkldnn._linear_pointwise
         if len(blocks) == 1:
-            return product(padded, blocks[0], None, "none", [], "")[:count]
+            return reordered_product(padded, blocks[0])[:count]
         parts = padded.split(width, dim=1)
-        out = product(parts[0].contiguous(), blocks[0], None, "none", [], "")
+        out = reordered_product(parts[0].contiguous(), blocks[0])
         for part, block in zip(parts[1:], blocks[1:], strict=True):
-            out.add_(product(part.contiguous(), block, None, "none", [], ""))
+            out.add_(reordered_product(part.contiguous(), block))
         return out[:count]
 
 

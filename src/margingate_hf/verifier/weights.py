@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from ..placement import named_weights
-from .plans import LinearPlan
+from .plans import LinearPlan, reorder
 from .precision import multiplies_bfloat16
 
 # Share of the memory free at the time that an FP32 copy may take when the user left the choice to us.
@@ -76,7 +76,6 @@ class WeightStore:
         self._owners: dict[int, str] = {}
         self.resident = False
         self.fingerprint = ""
-        self.version = 0  # counts what `refresh` found changed
         self.refresh()
 
     @property
@@ -114,7 +113,6 @@ class WeightStore:
                     key: value for key, value in self._packed.items() if key[0] not in storages and key[1] not in stale
                 }
                 self._sums, self._owners = sums, owners
-                self.version += 1
             # Also where no tensor changed: the active adapter is not in any of them.
             self.fingerprint = _digest(sums, _adapters(self.model))
             self.resident = self._decide()
@@ -159,7 +157,7 @@ class WeightStore:
 
     def short(self, weight: torch.Tensor) -> Any:
         """A weight `[out, in]` in its own 16 bits, in oneDNN's layout; kept."""
-        return self._kept("short", weight, lambda w: torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), None))
+        return self._kept("short", weight, reorder)
 
     def _kept(self, kind: str, weight: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
         storage = weight.untyped_storage().data_ptr()
