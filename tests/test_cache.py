@@ -85,6 +85,50 @@ def test_a_pass_repairs_what_a_fast_step_drafted() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("planes", [1, 2, 3])
+def test_every_store_commits_the_same_value(planes: int, dtype: torch.dtype) -> None:
+    """What a pass reads is what is committed, the same bits in each store; what it must not see is finite."""
+    read = []
+    for store in ("column_store", "summed_store"):
+        cache = MarginGateCache(1, 3, dtype, planes, store)
+        write(cache, [Segment(0, 0, range(4)), Segment(2, 0, range(KV_BLOCK + 2))])
+        draft(cache, 3, float("nan"))
+        draft(cache, 3, float("inf"))
+        draft(cache, 3, float("inf"))
+        write(cache, [Segment(0, 4, range(3)), Segment(2, KV_BLOCK + 2, range(1))], seed=1)
+        draft(cache, 1, float("-inf"))
+        segments = [Segment(0, 7, [5]), Segment(2, KV_BLOCK + 3, [5])]
+        cache.reserve(KV_BLOCK + 4)
+        states = torch.randn(1, HEADS, 2, DIM, generator=torch.Generator().manual_seed(2))
+        with geometry_scope(verify_geometry(segments, CPU)):
+            keys, values = cache.update(states, 2 * states, 0)
+        for segment in segments:
+            cache.extend(segment.slot, segment.start, segment.tokens, verified=True)
+        cache.check()
+        assert keys.shape == (3, HEADS, 2 * KV_BLOCK, DIM) and torch.equal(2 * keys[2, :, -1], values[2, :, -1])
+        for slot in (0, 2):
+            for whole, committed in zip((keys, values), cache.committed(0, slot), strict=True):
+                assert torch.equal(whole[slot, :, : cache.verified[slot]], committed)
+            assert torch.isfinite(keys[slot]).all() and torch.isfinite(values[slot]).all()
+        assert cache.layers[0].stores[0].draft.dtype == (
+            torch.float32 if store == "column_store" and planes > 1 else dtype
+        )
+        read.append((keys[:, :, : KV_BLOCK + 4], cache.committed(0, 2)[1]))
+    assert torch.equal(read[0][0][2], read[1][0][2]) and torch.equal(read[0][1], read[1][1])
+
+
+@pytest.mark.parametrize(
+    ("store", "planes", "bytes_a_value"),
+    [("column_store", 1, 2), ("column_store", 2, 4), ("column_store", 3, 4), ("column_store/gated", 1, 2)]
+    + [("summed_store", 1, 2), ("summed_store", 2, 4), ("summed_store", 3, 6)],
+)
+def test_bytes_of_a_column(store: str, planes: int, bytes_a_value: int) -> None:
+    cache = MarginGateCache(2, 3, torch.bfloat16, planes, store)
+    write(cache, [Segment(0, 0, range(5))])
+    assert cache.column_bytes == 2 * 2 * HEADS * DIM * bytes_a_value
+
+
 def test_rollback_is_a_length() -> None:
     cache = MarginGateCache(1, 1, torch.bfloat16)
     write(cache, [Segment(0, 0, [1, 2, 3])])
@@ -97,13 +141,16 @@ def test_rollback_is_a_length() -> None:
 
 
 def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
-    cache = MarginGateCache(1, 1, torch.bfloat16)
+    cache = MarginGateCache(1, 1, torch.bfloat16, 3, "summed_store")
     write(cache, [Segment(0, 0, [1, 2, 3])])
     cache.check()
     cache.layers[0].keys[0, 0, 1, 0] += 1
     with pytest.raises(AssertionError, match="not repaired"):
         cache.check()
     cache.rollback(0, 1)
+    cache.check()
+    cache = MarginGateCache(1, 1, torch.bfloat16)
+    write(cache, [Segment(0, 0, [1, 2, 3])])
     cache.check()
     cache.layers[0].stores[1].exact[0, 0, 0, 0] = 1 + 2.0**-9 + 2.0**-23
     with pytest.raises(AssertionError, match="format"):

@@ -78,7 +78,7 @@ def test_an_edited_weight_is_packed_anew(short: bool, monkeypatch: pytest.Monkey
     assert before is not None and after is not None and torch.equal(after, 2 * before)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "gpt-neox"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "gpt-neox", "deepseek-v3"])
 def test_wrong_drafts_move_no_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The products take no part in a token: with noise for all of them the text, its logits and columns stay."""
     model = enable(tiny_model(kind))

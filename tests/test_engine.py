@@ -213,7 +213,7 @@ def test_the_budget_of_kept_columns_holds(model: Any) -> None:
     out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert 0 < engine.prefixes.nbytes <= 3 * per_block
     assert [out[f"req_{i}"].margins for i in range(len(PROMPTS))] == [one(model, prompt)[1] for prompt in PROMPTS]
-    assert block.column_bytes == 0 and verifier.column_bytes == 3 * 2 * 2 * 16 * 6
+    assert block.column_bytes == 0 and verifier.column_bytes == 3 * 2 * 2 * 16 * 4
     with pytest.raises(ValueError, match="`budget` must be 0 or more bytes, got -1"):
         PrefixStore(-1)
 

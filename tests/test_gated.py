@@ -119,7 +119,7 @@ def test_prompts_are_read_by_the_stock_forward() -> None:
     stock = stock_prefill(model, PROMPTS[1])
     for ours, theirs in zip(out.cache.layers, stock.layers, strict=True):
         assert torch.equal(ours.stores[0].draft[0, :, : len(PROMPTS[1])], theirs.keys[0])
-        assert torch.equal(ours.stores[1].exact[0, :, : len(PROMPTS[1])], theirs.values[0].float())
+        assert torch.equal(ours.stores[1].committed(0, len(PROMPTS[1])), theirs.values[0].float())
 
 
 def test_wide_steps_are_trusted(llama: Any) -> None:

@@ -63,6 +63,19 @@ def test_plans_agree_up_to_rounding() -> None:
         assert (other - outputs[0]).norm() / outputs[0].norm() < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "derives"), [("llama", False), ("gpt2", False), ("gemma2", False), ("deepseek-v3", True)]
+)
+def test_a_model_that_computes_with_the_cache_is_given_its_own_dtype(name: str, derives: bool) -> None:
+    model = tiny_model(name)
+    verifier = verifier_for(model, MarginGateConfig())
+    cache = verifier.new_cache(1, 2)
+    with torch.no_grad():
+        verifier.run(cache, [Segment(0, 0, PROMPT)])
+    assert verifier.derives == derives
+    assert cache.layers[0].keys.dtype == (torch.bfloat16 if derives else torch.float32)
+
+
 # Strictness
 
 

@@ -95,21 +95,21 @@ def decode_attention(
 
     Args:
         query (`torch.Tensor` of shape `[rows, heads, 1, dim]`, the model's dtype).
-        keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`): the draft stores.
+        keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`): what the stores hand a fast step, in the
+            model's dtype or float32, in which the products are then taken.
         geometry ([`DecodeGeometry`]): positions of the step. The rest as in [`verify_attention`].
 
     Returns:
-        `torch.Tensor` of shape `[rows, 1, heads, value_dim]`.
+        `torch.Tensor` of shape `[rows, 1, heads, value_dim]`, the model's dtype.
     """
     rows, heads, _, dim = query.shape
     kv_heads = keys.shape[1]
-    mask = geometry.mask(sliding_window, query.dtype)
+    mask = geometry.mask(sliding_window, keys.dtype)
+    # Query heads of one K/V head become queries of one head: no copy of the keys a group.
+    grouped = query.to(keys.dtype).view(rows, kv_heads, heads // kv_heads, dim)
     if softcap is None and sinks is None:
-        # Query heads of one K/V head become queries of one head: no copy of the keys a group.
-        grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-        return out.reshape(rows, 1, heads, -1)
-    grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
+        return out.to(query.dtype).reshape(rows, 1, heads, -1)
     scores = (grouped @ keys.transpose(-1, -2)).float() * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -119,4 +119,4 @@ def decode_attention(
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    return (weights.to(values.dtype) @ values).reshape(rows, 1, heads, -1)
+    return (weights.to(values.dtype) @ values).to(query.dtype).reshape(rows, 1, heads, -1)

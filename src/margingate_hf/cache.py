@@ -1,8 +1,7 @@
 """A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
 
-Each layer keeps keys and values in a [`ColumnStore`] each: a draft `[rows, heads, capacity, dim]` in the model's own
-dtype, as the fast path reads it, and what the verifier reads beside it, in the format of the device's backend. A
-verifier pass writes both, which is the column repair; a fast step writes the draft alone.
+Each layer keeps keys and values in a [`ColumnStore`] each, in the format of the device's backend. A fast step writes
+what the fast path reads; a verifier pass writes over it, which is the column repair.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class MarginGateLayer(DynamicLayer):
             keys, values = self.stores
             if isinstance(geometry, VerifyGeometry):
                 flat = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-                return keys.repair(flat[0], geometry), values.repair(flat[1], geometry)
+                return geometry.hand(keys.repair(flat[0], geometry), values.repair(flat[1], geometry))
             return keys.write_draft(key_states[:, :, 0], geometry), values.write_draft(value_states[:, :, 0], geometry)
 
     def swap_rows(self, a: int, b: int) -> None:
@@ -144,7 +143,7 @@ class MarginGateCache(DynamicCache):
     Args:
         n_layers (`int`): attention layers of the model.
         rows (`int`): rows to hold.
-        dtype (`torch.dtype`): the model's dtype, that of the draft store.
+        dtype (`torch.dtype`): the model's dtype.
         kv_planes (`int`, *optional*, defaults to 2): format of committed columns, see [`MarginGateConfig`].
         store (`str`, *optional*, defaults to `"column_store"`): which [`ColumnStore`], an operation of `TABLE`.
 
@@ -314,7 +313,7 @@ class MarginGateCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             padded = []
             for store in (layer.keys, layer.values):
-                out = torch.zeros_like(store[:, :, :width])
+                out = torch.zeros_like(store[:, :, :width], dtype=self.dtype)
                 for slot, length in enumerate(lengths):
                     out[slot, :, width - length :] = store[slot, :, :length]
                 padded.append(out)

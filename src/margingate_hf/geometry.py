@@ -21,6 +21,10 @@ KV_BLOCK = 128
 QUERY_TILE = 8
 
 
+def _address(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
+
+
 def whole_blocks(length: int) -> int:
     """`length` positions rounded up to whole K/V blocks."""
     return -(-length // KV_BLOCK) * KV_BLOCK
@@ -94,6 +98,8 @@ class VerifyGeometry:
         n_rows: leading cache rows that the pass reads; `length`: one past the furthest position.
         long: bool `[n_tokens]`, tokens of rows that use the long rotary table; `None` if there are none.
         calls: attention calls by layer index; the self-test reads it.
+        derives: whether attention was called with anything but what the cache returned, which latent attention computes
+            with first; the self-test reads it.
     """
 
     slots: torch.Tensor
@@ -103,6 +109,8 @@ class VerifyGeometry:
     length: int
     long: torch.Tensor | None = None
     calls: dict[int, int] = field(default_factory=dict)
+    derives: bool = False
+    _handed: set[tuple[int, torch.Size]] = field(default_factory=set)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     _rounds: dict[tuple[int, ...], tuple[Round, ...]] = field(default_factory=dict)
 
@@ -115,6 +123,16 @@ class VerifyGeometry:
     def n_blocks(self) -> int:
         """KV blocks that the pass reads."""
         return -(-self.length // KV_BLOCK)
+
+    def hand(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Notes what the cache gives a layer of the model, any shape, and gives it back."""
+        self._handed |= {_address(keys), _address(values)}
+        return keys, values
+
+    def count(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Notes a call of attention with keys and values, any shape."""
+        self.calls[layer] = self.calls.get(layer, 0) + 1
+        self.derives |= not {_address(keys), _address(values)} <= self._handed
 
     def rounds(self, sizes: tuple[int, ...]) -> tuple[Round, ...]:
         """
@@ -177,7 +195,6 @@ class DecodeGeometry:
     first: int = 0
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)
 
     @property
     def n_rows(self) -> int:

@@ -60,11 +60,10 @@ def margingate_attention(
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         given = {name: option for name, option in options.items() if option is not None}
         return _stock_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **given, **kwargs)
-    layer = int(getattr(module, "layer_idx", -1))
-    geometry.calls[layer] = geometry.calls.get(layer, 0) + 1
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with fixed_plan():
         if isinstance(geometry, VerifyGeometry):
+            geometry.count(int(getattr(module, "layer_idx", -1)), key, value)
             attend = implementation("verify_attention", query.device)
         else:
             attend = implementation("decode_attention", query.device)

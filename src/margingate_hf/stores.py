@@ -17,7 +17,7 @@ class ColumnStore(ABC):
 
     Args:
         rows, heads, capacity, dim (`int`): sizes.
-        dtype (`torch.dtype`): the model's dtype, in which the fast path reads and writes.
+        dtype (`torch.dtype`): the model's dtype, that of a plane.
         planes (`int`): format of committed columns, see [`MarginGateConfig`].
         device (`torch.device`): where.
     """
@@ -41,7 +41,7 @@ class ColumnStore(ABC):
     @property
     @abstractmethod
     def draft(self) -> torch.Tensor:
-        """What the fast path reads and writes, `[rows, heads, capacity, dim]`, the model's dtype."""
+        """What the fast path reads and writes, `[rows, heads, capacity, dim]`."""
 
     @abstractmethod
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
@@ -67,7 +67,8 @@ class ColumnStore(ABC):
     def trust(self, slot: int, columns: torch.Tensor) -> None:
         """
         Writes a row's first columns as another cache of the model's own forward holds them, `[heads, count, dim]`, in
-        the model's dtype; see [`MirroredStore`].
+        the model's dtype. For gated runs, whose stores keep one plane: what the fast path wrote is what the verifier
+        reads, as the cache stands.
         """
         self.draft[slot, :, : columns.shape[1]] = columns
 
@@ -112,35 +113,37 @@ class ColumnStore(ABC):
                 rows[b] = kept
 
 
-class SummedStore(ColumnStore):
+class WholeStore(ColumnStore):
     """
-    For CPU: the committed value of all planes summed in FP32, beside the draft in the model's dtype.
+    For CPU: one FP32 value for both passes, the planes' sum once a pass has written it, the model's own until then.
 
-    Six bytes a value instead of the four of two 16-bit planes; summing planes at every pass would cost about 5 % of it.
+    As large as two 16-bit planes. A fast step that attends in FP32 takes no longer than in BF16 here, and drafts from
+    what was committed, unrounded.
     """
 
-    tensors = ("_draft", "exact")
+    tensors = ("exact",)
 
     def _allocate(self) -> None:
         shape = (self.rows, self.heads, self.capacity, self.dim)
-        self._draft = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.exact = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     @property
     def draft(self) -> torch.Tensor:
-        """See [`ColumnStore`]."""
-        return self._draft
+        """See [`ColumnStore`]; float32."""
+        return self.exact
+
+    def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
+        """See [`ColumnStore`]. Finite: a dropped draft stays where the verifier weighs it by an exact 0."""
+        return super().write_draft(states.float().nan_to_num_(), geometry)
 
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]; returns whole blocks of the exact store, a view `[rows, heads, length, dim]`."""
-        columns = round_to_planes(states, self.dtype, self.planes)
-        self.exact[geometry.slots, :, geometry.positions] = columns
-        self._draft[geometry.slots, :, geometry.positions] = columns.to(self.dtype)
+        """See [`ColumnStore`]; returns whole blocks, a view `[rows, heads, length, dim]`."""
+        self.exact[geometry.slots, :, geometry.positions] = round_to_planes(states, self.dtype, self.planes)
         return self.exact[: geometry.n_rows, :, : geometry.n_blocks * KV_BLOCK]
 
     def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]; a view `[rows, heads, length, dim]`."""
-        return self._draft[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
+        """See [`ColumnStore`]; a view `[rows, heads, length, dim]`, float32."""
+        return self.exact[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
         """See [`ColumnStore`]; a view."""
@@ -148,26 +151,99 @@ class SummedStore(ColumnStore):
 
     def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
         """See [`ColumnStore`]; columns are float32 `[heads, count, dim]`."""
-        stop = start + columns.shape[1]
-        self.exact[slot, :, start:stop] = columns
-        self._draft[slot, :, start:stop] = columns.to(self.dtype)
+        self.exact[slot, :, start : start + columns.shape[1]] = columns
 
     def repaired(self, slot: int, count: int) -> bool:
-        """See [`ColumnStore`]: the committed value, rounded to the model's dtype."""
-        return torch.equal(self._draft[slot, :, :count], self.committed(slot, count).to(self.dtype))
+        """See [`ColumnStore`]: there is one value."""
+        return True
 
 
-class MirroredStore(SummedStore):
+class PlaneStore(ColumnStore):
     """
-    For `coverage="gated"`: whatever the fast path writes is what the verifier reads, as the cache stands.
+    The planes as they are, `[planes, rows, heads, capacity, dim]` in the model's dtype: the fast path reads the first,
+    the verifier the sum of all of them. Three planes keep the value whole, in FP32, beside what the fast path reads.
+
+    On CPU the sum is a copy of the rows of a pass. Used where a fast step must read the model's own dtype: one plane,
+    a gated run, and models that compute with what the cache returns before they call attention (latent attention).
     """
+
+    tensors = ("_planes", "whole")
+
+    def _allocate(self) -> None:
+        keeps_whole = self.planes == 3 and self.dtype != torch.float32
+        count = 2 if self.planes == 2 and self.dtype != torch.float32 else 1
+        shape = (count, self.rows, self.heads, self.capacity, self.dim)
+        self._planes = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.whole = torch.zeros((1, *shape[1:]), dtype=torch.float32, device=self.device) if keeps_whole else None
+
+    @property
+    def draft(self) -> torch.Tensor:
+        """See [`ColumnStore`]."""
+        return self._planes[0]
+
+    @property
+    def _kept(self) -> torch.Tensor:
+        """What the committed value is the sum of, `[n, rows, heads, capacity, dim]`."""
+        return self._planes if self.whole is None else self.whole
 
     def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]."""
-        self.exact[geometry.slots, :, geometry.positions] = states.float()
-        return super().write_draft(states, geometry)
+        """See [`ColumnStore`]. Finite, as in [`WholeStore`]."""
+        return super().write_draft(states.nan_to_num(), geometry)
 
-    def trust(self, slot: int, columns: torch.Tensor) -> None:
+    def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+        """See [`ColumnStore`]; returns whole blocks `[rows, heads, length, dim]`, float32."""
+        at = geometry.slots, slice(None), geometry.positions
+        high = states.to(self.dtype)
+        self._planes[0][at] = high
+        if self.whole is not None:
+            self.whole[0][at] = states
+        elif self._planes.shape[0] == 2:
+            self._planes[1][at] = (states - high.float()).to(self.dtype)
+        return self._summed(geometry)
+
+    def _summed(self, geometry: VerifyGeometry) -> torch.Tensor:
+        """The rows of a pass, the planes added; other rows are zeros."""
+        length = geometry.n_blocks * KV_BLOCK
+        kept = self._kept[:, : geometry.n_rows, :, :length]
+        if kept.dtype == torch.float32:
+            return kept[0]
+        out = torch.zeros(kept.shape[1:], dtype=torch.float32, device=self.device)
+        for slot in {span[0] for span in geometry.spans}:
+            for plane in kept[:, slot]:
+                out[slot] += plane
+        return out
+
+    def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
+        """See [`ColumnStore`]; a view `[rows, heads, length, dim]`."""
+        return self.draft[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
+
+    def committed(self, slot: int, count: int) -> torch.Tensor:
+        """See [`ColumnStore`]; a new tensor, the planes' sum."""
+        return self._kept[:, slot, :, :count].float().sum(0)
+
+    def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """See [`ColumnStore`]; the planes, `[planes, heads, stop - start, dim]`."""
+        return self._kept[:, slot, :, start:stop].clone()
+
+    def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
         """See [`ColumnStore`]."""
-        self.exact[slot, :, : columns.shape[1]] = columns.float()
-        super().trust(slot, columns)
+        stop = start + columns.shape[2]
+        self._kept[:, slot, :, start:stop] = columns
+        if self.whole is not None:
+            self._planes[0, slot, :, start:stop] = columns[0].to(self.dtype)
+
+    def repaired(self, slot: int, count: int) -> bool:
+        """See [`ColumnStore`]: the first plane is one of the committed planes, or the whole value rounded."""
+        if self.whole is None:
+            return True
+        return torch.equal(self.draft[slot, :, :count], self.whole[0, slot, :, :count].to(self.dtype))
+
+
+def column_store(
+    rows: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, planes: int, device: torch.device
+) -> ColumnStore:
+    """
+    The store of a certified run on CPU; arguments as for [`ColumnStore`]. One plane is half as large as it stands.
+    """
+    kind = PlaneStore if planes == 1 and dtype != torch.float32 else WholeStore
+    return kind(rows, heads, capacity, dim, dtype, planes, device)

@@ -9,7 +9,7 @@ import torch
 import margingate_kernels as kernels
 
 from .geometry import DecodeGeometry, VerifyGeometry
-from .stores import ColumnStore
+from .stores import ColumnStore, PlaneStore
 from .verifier.plans import LinearPlan
 
 
@@ -20,7 +20,7 @@ class TritonPlan:
 
     Args:
         column_store (`str`, *optional*): `"summed_store"` for models that compute with what the cache returns before
-            they call attention (latent attention, as DeepSeek-V3's); six bytes a value instead of four, and slower.
+            they call attention (latent attention, as DeepSeek-V3's); slower, for the planes are added into a copy.
     """
 
     sizes = (2, 16, 17, 33)
@@ -56,61 +56,23 @@ def describe(device: torch.device) -> str:
     return kernels.describe(device)
 
 
-class PlaneStore(ColumnStore):
-    """
-    For CUDA: the planes as they are, `[planes, rows, heads, capacity, dim]` in the model's dtype; the fast path reads
-    the first, the verifier all of them. Three planes, or a float32 model, keep the value whole in float32.
-    """
+class TritonPlaneStore(PlaneStore):
+    """For CUDA: the kernels add the planes as they read, and never read a column beyond a row's last query."""
 
-    tensors = ("_planes", "whole")
-
-    def _allocate(self) -> None:
-        keeps_whole = self.planes == 3 and self.dtype != torch.float32
-        count = 2 if self.planes == 2 and self.dtype != torch.float32 else 1
-        shape = (count, self.rows, self.heads, self.capacity, self.dim)
-        self._planes = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.whole = torch.zeros((1, *shape[1:]), dtype=torch.float32, device=self.device) if keeps_whole else None
-
-    @property
-    def draft(self) -> torch.Tensor:
+    def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
         """See [`ColumnStore`]."""
-        return self._planes[0]
+        return ColumnStore.write_draft(self, states, geometry)
 
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; returns `[planes, rows, heads, capacity, dim]`."""
         low = self.whole[0] if self.whole is not None else self._planes[1] if self._planes.shape[0] == 2 else None
         states = states if states.stride(-1) == 1 else states.contiguous()
         kernels.repair_columns(states, self._planes[0], low, geometry.slots, geometry.positions)
-        return self._planes if self.whole is None else self.whole
+        return self._kept
 
     def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; returns `[1, rows, heads, capacity, dim]`."""
         return self._planes[:1]
-
-    def committed(self, slot: int, count: int) -> torch.Tensor:
-        """See [`ColumnStore`]; a new tensor, the planes' sum."""
-        planes = self._planes if self.whole is None else self.whole
-        return planes[:, slot, :, :count].float().sum(0)
-
-    def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """See [`ColumnStore`]; the planes, `[planes, heads, stop - start, dim]`."""
-        planes = self._planes if self.whole is None else self.whole
-        return planes[:, slot, :, start:stop].clone()
-
-    def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
-        """See [`ColumnStore`]."""
-        stop = start + columns.shape[2]
-        if self.whole is None:
-            self._planes[:, slot, :, start:stop] = columns
-        else:
-            self.whole[:, slot, :, start:stop] = columns
-            self._planes[0, slot, :, start:stop] = columns[0].to(self.dtype)
-
-    def repaired(self, slot: int, count: int) -> bool:
-        """See [`ColumnStore`]: the first plane is one of the committed planes, or the whole value rounded."""
-        if self.whole is None:
-            return True
-        return torch.equal(self.draft[slot, :, :count], self.whole[0, slot, :, :count].to(self.dtype))
 
 
 def verify_attention(
@@ -128,8 +90,8 @@ def verify_attention(
 
     Args:
         query (`torch.Tensor` of shape `[1, heads, tokens, dim]`, float32).
-        keys, values (`torch.Tensor` of shape `[planes, rows, kv_heads, capacity, dim]`): of a [`PlaneStore`]; without
-            the first dimension, of a [`SummedStore`] or what a model made of it.
+        keys, values (`torch.Tensor` of shape `[planes, rows, kv_heads, capacity, dim]`): of a
+            [`TritonPlaneStore`]; without the first dimension, of a [`PlaneStore`] or what a model made of it.
 
     Returns:
         `torch.Tensor` of shape `[1, tokens, heads, value_dim]`, float32.

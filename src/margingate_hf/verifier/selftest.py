@@ -142,6 +142,7 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
         raise
     except Exception as error:
         return f"coverage: the model's forward does not run as a verifier pass ({type(error).__name__}: {error})"
+    verifier.derives = geometry.derives
     expected = {layer: 1 for layer in range(n_layers(verifier.model))}
     if geometry.calls != expected:
         missing = sorted(expected.keys() - geometry.calls.keys())

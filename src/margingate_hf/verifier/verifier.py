@@ -55,6 +55,8 @@ class Verifier:
         self.mode = VerifierMode(self.store, strict, precision)
         self.passed_over: list[str] = []
         self.meter = CostMeter()
+        # Whether the model computes with what the cache returns before it calls attention; the self-test finds out.
+        self.derives = False
         self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -81,7 +83,7 @@ class Verifier:
 
     def new_cache(self, rows: int, kv_planes: int) -> MarginGateCache:
         """An empty cache for this model."""
-        cache = MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes, self.plan.column_store)
+        cache = MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes, self._column_store)
         cache.identity = self.identity
         return cache
 
@@ -90,7 +92,12 @@ class Verifier:
         An empty cache of one plane, where what the fast path writes is what the verifier reads. It has no identity: its
         columns depend on the company, and no later call may build on them.
         """
-        return MarginGateCache(n_layers(self.model), rows, self.model.dtype, 1, f"{self.plan.column_store}/gated")
+        return MarginGateCache(n_layers(self.model), rows, self.model.dtype, 1, f"{self._column_store}/gated")
+
+    @property
+    def _column_store(self) -> str:
+        """The operation of `dispatch.TABLE` that keeps this model's columns."""
+        return "summed_store" if self.derives else self.plan.column_store
 
     @property
     def identity(self) -> CacheIdentity:
