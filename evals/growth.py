@@ -32,11 +32,13 @@ WINDOW = 8
 
 
 def filled(verifier: Verifier, rows: int, length: int) -> MarginGateCache:
-    """A cache that holds `length` columns a row. What they hold takes no part in the time: zeros."""
+    """A cache that holds `length` columns a row, noise: memory that was never written would be read from one page."""
     cache = verifier.new_cache(rows, MarginGateConfig.kv_planes)
     verifier.run(cache, [Segment(slot, 0, [1]) for slot in range(rows)])
     cache.reserve(length + WINDOW)
     for slot in range(rows):
+        columns = cache.export_columns(slot, 0, 1)
+        cache.load_columns(slot, 1, [torch.randn(*c.shape[:-2], length - 1, c.shape[-1]) for c in columns])
         cache.extend(slot, 1, [1] * (length - 1), verified=True)
     return cache
 

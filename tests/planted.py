@@ -29,6 +29,8 @@ class PlainPlan:
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float()
 
+    pack_once = pack
+
     def linear(self, rows: torch.Tensor, packed: torch.Tensor, precision: str = "float32") -> torch.Tensor:
         return F.linear(rows, packed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from margingate_hf import MarginGateCache, enable
+from margingate_hf.buffers import zeros
 from margingate_hf.geometry import KV_BLOCK, DecodeGeometry, Segment, geometry_scope, verify_geometry
 from margingate_hf.planes import round_to_planes
 from sameness import padded
@@ -158,6 +161,41 @@ def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
     cache.layers[0].stores[1].exact[0, 0, 0, 0] = float("nan")
     with pytest.raises(AssertionError, match="finite"):
         cache.check()
+
+
+def test_a_cleared_row_holds_nothing_of_the_text_before() -> None:
+    """Whatever stands behind a row's length meets a weight of 0, which NaN would survive."""
+    cache = MarginGateCache(1, 2, torch.bfloat16)
+    write(cache, [Segment(0, 0, range(9)), Segment(1, 0, range(4))])
+    for store in cache.layers[0].stores:
+        store.exact[0, :, :9] = float("nan")
+    cache.rollback(0, 2)
+    cache.swap_rows(0, 1)
+    assert torch.isnan(cache.layers[0].keys[1, :, :9]).all() and cache.reach == [4, 9]
+    write(cache, [Segment(0, 4, range(KV_BLOCK))], seed=1)
+    assert cache.capacity == 2 * KV_BLOCK and torch.isnan(cache.layers[0].keys[1, :, :9]).all()
+    cache.clear(1)
+    assert cache.reach == [4 + KV_BLOCK, 0]
+    for store in cache.layers[0].stores:
+        assert not store.exact[1].any()
+    cache.check()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads a process's memory from /proc")
+def test_what_is_not_written_takes_no_memory_and_an_outgrown_buffer_gives_it_back() -> None:
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+    before = resident()
+    size = 64 * 2**20
+    kept = zeros((size // 4,), torch.float32, CPU)
+    assert not kept.is_inference() and resident() - before < size // 8
+    kept[: size // 8] = 1
+    assert size // 4 < resident() - before < 3 * size // 4
+    assert kept.sum() == size // 8
+    del kept
+    assert resident() - before < size // 8
 
 
 def test_extend_refuses_holes_and_overwriting() -> None:

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from margingate_hf import MarginGateConfig, MarginGateEngine, enable
-from margingate_hf.prefix import PREFIX_BLOCK, PrefixStore
+from margingate_hf.prefix import PREFIX_BLOCK, PrefixStore, shared_blocks
 from margingate_hf.verifier import verifier_for
 from planted import plain_verifier
 from sameness import canonical
@@ -107,14 +107,16 @@ def test_a_verifier_that_is_not_invariant_is_caught(model: Any) -> None:
     cancelled=st.sets(st.integers(0, len(PROMPTS)), max_size=3),
     after=st.integers(0, 30),
     keeps=st.booleans(),
+    later=st.booleans(),
 )
 def test_arrivals_cancellations_and_errors_touch_no_other_prompt(
-    order: list[int], max_rows: int, chunk: int, cancelled: set[int], after: int, keeps: bool
+    order: list[int], max_rows: int, chunk: int, cancelled: set[int], after: int, keeps: bool, later: bool
 ) -> None:
     model, expected = _with_processor()
     prompts = [*PROMPTS, [POISON, 5, 6]]
+    budget = 1 << 28 if keeps else 0
     engine = MarginGateEngine(
-        model, GATE, max_rows=max_rows, chunk=chunk, order="arrival", prefix_bytes=1 << 28 if keeps else 0
+        model, GATE, max_rows=max_rows, chunk=chunk, order="arrival", prefix_bytes=budget, reuse_later=later
     )
     running = engine.iterate(
         [prompts[index] for index in order],
@@ -200,6 +202,24 @@ def test_an_edited_weight_drops_what_was_kept() -> None:
     again = engine.generate([SHARED], max_new_tokens=NEW_TOKENS, do_sample=False)["req_0"]
     assert again.reused_tokens == 0
     assert (again.generated_tokens, again.margins) == one(model, SHARED)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 64])
+def test_one_call_keeps_only_what_its_prompts_share(model: Any, max_rows: int) -> None:
+    kept = {}
+    for later in (True, False):
+        engine = MarginGateEngine(model, GATE, max_rows=max_rows, reuse_later=later)
+        out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
+        kept[later] = (engine.statistics.reused_tokens, [out[f"req_{i}"].margins for i in range(len(PROMPTS))])
+        per_block = 3 * 2 * 2 * 16 * PREFIX_BLOCK * 4
+        blocks = engine.prefixes.nbytes // per_block
+        if not later:
+            assert blocks == len(shared_blocks(PROMPTS)) > 0
+            assert engine.generate([[5] * 70], max_new_tokens=4, do_sample=False)["req_0"].reused_tokens == 0
+            assert engine.prefixes.nbytes == blocks * per_block
+    assert kept[True] == kept[False] and kept[True][0] > 0
+    with pytest.raises(ValueError, match="`reuse_later`"):
+        MarginGateEngine(model, GATE, reuse_later="no")
 
 
 def test_the_budget_of_kept_columns_holds(model: Any) -> None:

@@ -203,9 +203,14 @@ def test_peak_memory_is_that_of_the_process_alone() -> None:
 
 
 def test_memory_is_told_with_and_without_the_copy_of_the_weights() -> None:
-    used = {"stock, static, sorted": 100.0, "certified, engine": 180.0, "certified, engine, no FP32 copy": 110.0}
+    used = {
+        "stock, static, sorted": [104.0, 100.0, 99.0],
+        "certified, engine": [180.0],
+        "certified, engine, no FP32 copy": [110.0],
+    }
     lines = batching._memory(used, 60.0)
-    assert lines[-2:] == [
-        "| certified, engine | 180 | 1.80x | 1.20x |",
-        "| certified, engine, no FP32 copy | 110 | 1.10x | 1.10x |",
+    assert lines[-3:] == [
+        "| stock, static, sorted | 100 | 99 to 104 | 1.00x | 1.00x |",
+        "| certified, engine | 180 | 180 to 180 | 1.80x | 1.20x |",
+        "| certified, engine, no FP32 copy | 110 | 110 to 110 | 1.10x | 1.10x |",
     ]

@@ -63,8 +63,9 @@ class MarginGateLayer(DynamicLayer):
     def grow(self) -> None:
         """Extends the stores to the owner's capacity, keeping what they hold."""
         if self.stores is not None:
-            keys, values = self.stores
-            self._hold(keys.grown(self._cache.capacity), values.grown(self._cache.capacity))
+            cache = self._cache
+            keys, values = (store.grown(cache.capacity, cache.reach) for store in self.stores)
+            self._hold(keys, values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -100,8 +101,9 @@ class MarginGateLayer(DynamicLayer):
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchanges two rows in place."""
+        count = max(self._cache.reach[a], self._cache.reach[b])
         for store in self.stores or ():
-            store.swap_rows(a, b)
+            store.swap_rows(a, b, count)
 
     def get_seq_length(self) -> int:
         """Columns of the longest row."""
@@ -150,6 +152,7 @@ class MarginGateCache(DynamicCache):
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
         verified (`list[int]`): leading columns of each row that a verifier pass has written.
+        reach (`list[int]`): columns that each row has held at most since it was cleared; beyond there is nothing.
         long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
         identity ([`CacheIdentity`]): what the columns were computed with.
     """
@@ -166,6 +169,7 @@ class MarginGateCache(DynamicCache):
         self.identity: CacheIdentity | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.verified: list[int] = [0] * rows
+        self.reach: list[int] = [0] * rows
         self.long_rows: list[bool] = [False] * rows
         self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
 
@@ -197,6 +201,7 @@ class MarginGateCache(DynamicCache):
             raise ValueError(f"row {slot} is verified up to {self.verified[slot]}, a pass cannot start at {start}.")
         del ids[start:]
         ids.extend(tokens)
+        self.reach[slot] = max(self.reach[slot], len(ids))
         if verified:
             self.verified[slot] = len(ids)
 
@@ -221,7 +226,8 @@ class MarginGateCache(DynamicCache):
         """Empties a row for another text."""
         self.rollback(slot, 0)
         for store in self._stores():
-            store.clear(slot)
+            store.clear(slot, self.reach[slot])
+        self.reach[slot] = 0
 
     def export_columns(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
@@ -251,6 +257,7 @@ class MarginGateCache(DynamicCache):
             layer.swap_rows(a, b)
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
         self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
+        self.reach[a], self.reach[b] = self.reach[b], self.reach[a]
         self.long_rows[a], self.long_rows[b] = self.long_rows[b], self.long_rows[a]
 
     def long_flags(self, slots: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from .geometry import whole_blocks
 from .interfaces import installed
 from .loops import loop_for
 from .outputs import MarginGateStatistics
-from .prefix import PREFIX_BLOCK, PrefixStore
+from .prefix import PREFIX_BLOCK, PrefixStore, shared_blocks
 from .requests import refuse
 from .rows import Row
 from .verifier import Verifier, verifier_for
@@ -69,6 +69,8 @@ class MarginGateEngine:
         order (`str`, *optional*, defaults to `"longest"`): `"longest"` admits long prompts first, which leaves no long
             one to decode alone at the end; `"arrival"` keeps the caller's order.
         chunk (`int`, *optional*, defaults to 256): prompt tokens one verifier pass reads beside the rows that decode.
+        reuse_later (`bool`, *optional*, defaults to `True`): keep columns for later calls. `False` keeps only what
+            several prompts of one call begin with, which takes less memory.
 
     Raises:
         `ValueError`, `TypeError`: an argument outside its range, named.
@@ -91,6 +93,7 @@ class MarginGateEngine:
         prefix_bytes: int | None = None,
         order: str = "longest",
         chunk: int = 256,
+        reuse_later: bool = True,
     ):
         if not getattr(model, "_margin_gate_enabled", False):
             raise refuse("model", type(model).__name__, "call `margingate_hf.enable(model)` first")
@@ -107,8 +110,11 @@ class MarginGateEngine:
                 raise refuse(name, value, f"it must be an integer of at least {least}")
         if order not in ORDERS:
             raise refuse("order", order, f"it must be one of {', '.join(map(repr, ORDERS))}")
+        if not isinstance(reuse_later, bool):
+            raise refuse("reuse_later", reuse_later, "it must be True or False")
         self.model = model
         self.gate = gate
+        self.reuse_later = reuse_later
         self.max_rows, self.kv_bytes, self.order, self.chunk = max_rows, kv_bytes, order, chunk
         if prefix_bytes is None:
             prefix_bytes = int(PREFIX_SHARE * psutil.virtual_memory().available)
@@ -196,6 +202,7 @@ class MarginGateEngine:
         # A column that was trusted, not verified, is no function of its tokens: nothing to share.
         exact = self.gate.coverage == "full"
         request.prefixes = self.prefixes if self.prefixes.budget and exact else None
+        self.prefixes.wanted = None if self.reuse_later else shared_blocks([row.prompt for row in request.rows])
         if self.order == "longest":
             request.rows.sort(key=lambda row: (-len(row.prompt), row.index))
 

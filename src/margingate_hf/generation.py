@@ -142,7 +142,8 @@ class MarginGateGenerationMixin(GenerationMixin):
             raise refuse("continuous_batching_config", "given", "it is of transformers' own scheduler; use `max_rows`")
         if engine is None:
             names = ("max_rows", "kv_bytes", "prefix_bytes", "order", "chunk")
-            engine = MarginGateEngine(self, gate, **{name: kwargs.pop(name) for name in names if name in kwargs})
+            given = {name: kwargs.pop(name) for name in names if name in kwargs}
+            engine = MarginGateEngine(self, gate, reuse_later=False, **given)
         elif margin_gate not in (..., True) and MarginGateConfig.coerce(margin_gate) != engine.gate:
             raise refuse("margin_gate", margin_gate, "the engine has settings of its own; pass one of the two")
         return engine.generate(inputs, generation_config, progress_bar, **kwargs)

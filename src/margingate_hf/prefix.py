@@ -8,6 +8,7 @@ share its blocks. The least recently used leaves go first.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class PrefixStore:
     Attributes:
         hits, misses: prompt tokens that were found, and that were not.
         nbytes: bytes held.
+        wanted: the only blocks to take up, see [`shared_blocks`]; `None`: all.
     """
 
     def __init__(self, budget: int):
@@ -60,6 +62,7 @@ class PrefixStore:
         self.hits = 0
         self.misses = 0
         self.nbytes = 0
+        self.wanted: frozenset[int] | None = None
         self._identity: tuple[CacheIdentity | None, int] | None = None
         self._roots = {False: Block(None, ()), True: Block(None, ())}  # by rotary table, see `rope.py`
         self._clock = itertools.count(1)
@@ -111,10 +114,14 @@ class PrefixStore:
         """Takes up the full blocks of a row's verified columns that are not held yet."""
         tokens, count = cache.tokens[slot], cache.verified[slot]
         block = self._roots[cache.long_rows[slot]]
+        number = _ROOT
         for start in range(0, count - PREFIX_BLOCK + 1, PREFIX_BLOCK):
             key = tuple(tokens[start : start + PREFIX_BLOCK])
             child = block.children.get(key)
+            number = hash((number, key))
             if child is None:
+                if self.wanted is not None and number not in self.wanted:
+                    return
                 child = Block(block, key, cache.export_columns(slot, start, start + PREFIX_BLOCK))
                 if not self._make_room(child.nbytes, block):
                     return
@@ -145,13 +152,24 @@ class PrefixStore:
         return found
 
 
+_ROOT = hash(())
+
+
+def shared_blocks(prompts: Sequence[Sequence[int]]) -> frozenset[int]:
+    """The [`block_keys`] that more than one prompt has."""
+    counts = Counter(key for prompt in prompts for key in block_keys(prompt, 0))
+    return frozenset(key for key, count in counts.items() if count > 1)
+
+
 def block_keys(tokens: Sequence[int], start: int) -> list[int]:
     """
     A number for each full block from `start` on that stands for all tokens up to the block's end: equal for equal
     beginnings. Two rows with one number by chance read in turn instead of at once, no more.
     """
     keys = []
-    key = hash(tuple(tokens[:start]))
+    key = _ROOT
+    for at in range(0, start, PREFIX_BLOCK):
+        key = hash((key, tuple(tokens[at : at + PREFIX_BLOCK])))
     for at in range(start, len(tokens) - PREFIX_BLOCK, PREFIX_BLOCK):
         key = hash((key, tuple(tokens[at : at + PREFIX_BLOCK])))
         keys.append(key)

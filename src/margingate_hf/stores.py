@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
+from .buffers import zeros
 from .geometry import KV_BLOCK, DecodeGeometry, VerifyGeometry
 from .planes import round_to_planes
 
@@ -86,28 +88,30 @@ class ColumnStore(ABC):
         held = [getattr(self, name) for name in self.tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
-    def clear(self, slot: int) -> None:
-        """Zeroes a row, which may hold anything of the text before."""
+    def clear(self, slot: int, count: int) -> None:
+        """Zeroes a row's first `count` columns, which may hold anything of the text before."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None:
-                tensor.movedim(-4, 0)[slot].zero_()
+                tensor.movedim(-4, 0)[slot, ..., :count, :].zero_()
 
-    def grown(self, capacity: int) -> ColumnStore:
-        """A larger store that holds the same columns."""
+    def grown(self, capacity: int, counts: Sequence[int]) -> ColumnStore:
+        """A larger store that holds the same first `counts[slot]` columns of each row."""
         larger = type(self)(self.rows, self.heads, capacity, self.dim, self.dtype, self.planes, self.device)
         for name in self.tensors:
             mine, theirs = getattr(self, name), getattr(larger, name)
-            if mine is not None:
-                theirs[..., : self.capacity, :] = mine
+            if mine is None:
+                continue
+            for before, after, count in zip(mine.movedim(-4, 0), theirs.movedim(-4, 0), counts, strict=True):
+                after[..., :count, :] = before[..., :count, :]
         return larger
 
-    def swap_rows(self, a: int, b: int) -> None:
-        """Exchanges two rows in place."""
+    def swap_rows(self, a: int, b: int, count: int) -> None:
+        """Exchanges the first `count` columns of two rows in place."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None:
-                rows = tensor.movedim(-4, 0)
+                rows = tensor.movedim(-4, 0)[..., :count, :]
                 kept = rows[a].clone()
                 rows[a] = rows[b]
                 rows[b] = kept
@@ -125,7 +129,7 @@ class WholeStore(ColumnStore):
 
     def _allocate(self) -> None:
         shape = (self.rows, self.heads, self.capacity, self.dim)
-        self.exact = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self.exact = zeros(shape, torch.float32, self.device)
 
     @property
     def draft(self) -> torch.Tensor:
@@ -173,8 +177,8 @@ class PlaneStore(ColumnStore):
         keeps_whole = self.planes == 3 and self.dtype != torch.float32
         count = 2 if self.planes == 2 and self.dtype != torch.float32 else 1
         shape = (count, self.rows, self.heads, self.capacity, self.dim)
-        self._planes = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.whole = torch.zeros((1, *shape[1:]), dtype=torch.float32, device=self.device) if keeps_whole else None
+        self._planes = zeros(shape, self.dtype, self.device)
+        self.whole = zeros((1, *shape[1:]), torch.float32, self.device) if keeps_whole else None
 
     @property
     def draft(self) -> torch.Tensor:

@@ -38,6 +38,8 @@ class TritonPlan:
         """The weight `[out, in]` itself, contiguous."""
         return weight.contiguous()
 
+    pack_once = pack
+
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`."""
         return kernels.linear(rows.contiguous(), packed, precision=precision)

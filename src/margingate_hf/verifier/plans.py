@@ -9,6 +9,7 @@ bit for bit, before the plan is used (DESIGN section 6 of the project: "we do no
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from .precision import short_products
 
 ALIGNMENT = 64  # bytes; torch's own CPU allocations
 COLUMN_BLOCK = 768  # terms that one oneDNN product may add up
+OUTPUT_BLOCK = 8192  # rows of a weight in one oneDNN product: bounds what an up-cast head takes while it is made
 
 
 class LinearPlan(Protocol):
@@ -47,6 +49,9 @@ class LinearPlan(Protocol):
 
     def pack(self, weight: torch.Tensor) -> Any:
         """Prepares a weight `[out, in]`, any floating dtype, for `linear`; in float32 if the plan copies weights."""
+
+    def pack_once(self, weight: torch.Tensor) -> Any:
+        """As `pack`, for one call of `linear`; may hold less at once."""
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """
@@ -87,6 +92,25 @@ def _rounded(rows: torch.Tensor) -> torch.Tensor:
     return rows.bfloat16().float()
 
 
+def _width(terms: int) -> int:
+    """Of equal column blocks of at most `COLUMN_BLOCK`."""
+    return -(-terms // -(-terms // COLUMN_BLOCK))
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """For each block of rows of a weight `[out, in]` its column blocks, up-cast and reordered."""
+    for rows in weight.split(OUTPUT_BLOCK):
+        yield [reorder(part.float(), 16) for part in rows.split(_width(weight.shape[1]), dim=1)]
+
+
+def _sum(parts: list[torch.Tensor], columns: list[torch.Tensor]) -> torch.Tensor:
+    """The products of column blocks, added in order; `[n, out]`."""
+    out = reordered_product(parts[0], columns[0])
+    for part, block in zip(parts[1:], columns[1:], strict=True):
+        out.add_(reordered_product(part, block))
+    return out
+
+
 class PrepackedPlan:
     """
     oneDNN's FP32 inner product on a weight it has reordered once.
@@ -97,8 +121,8 @@ class PrepackedPlan:
     accumulates a whole row in one register, whose rounding grows with the terms. SmolLM2 logits of two texts against
     float64 (relative): 1.0e-6 by `F.linear` in FP32, 0.8e-6 and 1.2e-6 in blocks of 384, 1.1e-6 and 1.7e-6 in blocks
     of 768, which take half the calls: a quarter less time for a pass of 8 tokens. All are below what two planes keep of
-    a K/V column. The operators are private to torch (its inductor uses them), hence `available` and the plans behind
-    this one.
+    a K/V column. Large weights are cut into blocks of rows too, which add nothing up. The operators are private to
+    torch (its inductor uses them), hence `available` and the plans behind this one.
     """
 
     name = f"onednn-prepacked-k{COLUMN_BLOCK}"
@@ -117,12 +141,14 @@ class PrepackedPlan:
 
     def pack(self, weight: torch.Tensor) -> Any:
         """
-        Column blocks of a weight `[out, in]`, each up-cast and reordered once: a block at a time, so that the largest
-        matrix is not in memory twice in float32.
+        Blocks of a weight `[out, in]`, each up-cast and reordered once: a block at a time, so that the largest matrix
+        is not in memory twice in float32.
         """
-        blocks = -(-weight.shape[1] // COLUMN_BLOCK)
-        width = -(-weight.shape[1] // blocks)
-        return width, [reorder(part.float(), 16) for part in weight.split(width, dim=1)]
+        return weight.shape, list(_blocks(weight))
+
+    def pack_once(self, weight: torch.Tensor) -> Any:
+        """As `pack`, a block of rows at a time while `linear` multiplies by them."""
+        return weight.shape, _blocks(weight)
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """
@@ -132,21 +158,21 @@ class PrepackedPlan:
         if precision == "bfloat16":
             with short_products():
                 return self.linear(_rounded(rows), packed)
+        (outputs, terms), blocks = packed
         largest = self.sizes[-1]
-        if rows.shape[0] <= largest:
-            return self._product(rows, *packed)
-        return torch.cat([self._product(part, *packed) for part in rows.split(largest)])
+        operands = [self._operand(part, _width(terms)) for part in rows.split(largest)]
+        if len(operands) == 1 and outputs <= OUTPUT_BLOCK:
+            return _sum(operands[0], next(iter(blocks)))[: rows.shape[0]]
+        out = rows.new_empty(rows.shape[0], outputs)
+        for columns, part in zip(blocks, out.split(OUTPUT_BLOCK, dim=1), strict=True):
+            for operand, target in zip(operands, part.split(largest), strict=True):
+                target.copy_(_sum(operand, columns)[: target.shape[0]])
+        return out
 
-    def _product(self, rows: torch.Tensor, width: int, blocks: list[Any]) -> torch.Tensor:
-        count = rows.shape[0]
-        padded = _operand(rows, next(size for size in self.sizes if size >= count))
-        if len(blocks) == 1:
-            return reordered_product(padded, blocks[0])[:count]
-        parts = padded.split(width, dim=1)
-        out = reordered_product(parts[0].contiguous(), blocks[0])
-        for part, block in zip(parts[1:], blocks[1:], strict=True):
-            out.add_(reordered_product(part.contiguous(), block))
-        return out[:count]
+    def _operand(self, rows: torch.Tensor, width: int) -> list[torch.Tensor]:
+        """Up to 128 rows `[n, in]`, padded to a size that was probed, as column blocks."""
+        padded = _operand(rows, next(size for size in self.sizes if size >= rows.shape[0]))
+        return [part.contiguous() for part in padded.split(width, dim=1)]
 
 
 class TilePlan:
@@ -172,6 +198,8 @@ class TilePlan:
     def pack(self, weight: torch.Tensor) -> Any:
         """The weight `[out, in]` in float32, contiguous and aligned."""
         return _aligned(weight.float().contiguous())
+
+    pack_once = pack
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """`rows @ weight.T`, float32 `[n, in]` to `[n, out]`, tile by tile."""

@@ -147,7 +147,7 @@ class WeightStore:
         """
         storage = weight.untyped_storage().data_ptr()
         if not self.resident or storage not in self._owners:
-            return self.plan.pack(weight.detach())
+            return self.plan.pack_once(weight.detach())
         return self._kept("plan", weight, self.plan.pack)
 
     @staticmethod
