@@ -200,7 +200,7 @@ def run_once(name: str, job: Job, work: Callable[[], tuple[Tokens, dict[str, Any
 
 
 def run_job(name: str, model: Any, fp32: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Interleaved runs of one job, `repeats` of each system in all."""
+    """Interleaved runs of one job, `repeats` of each system in all, one of those in `once`."""
     job = Job(name, model, tokenizer, options)
     run = f"{options.limit}x{options.new_tokens}_r{options.rows}_t{torch.get_num_threads()}"
     file = f"{slug(options.model)}_{name}_{run}.json"
@@ -209,7 +209,7 @@ def run_job(name: str, model: Any, fp32: Any, tokenizer: Any, options: argparse.
     compared = systems(job, fp32, options.systems)
     for turn in range(options.repeats):
         for system, work in tqdm(compared.items(), desc=name):
-            if len(kept.seconds.get(system, [])) <= turn:
+            if len(kept.seconds.get(system, [])) <= turn and (turn == 0 or system not in options.once):
                 run_once(system, job, work, kept)
     lengths = [len(prompt) for prompt in job.prompts]
     return {
@@ -309,6 +309,7 @@ def main() -> None:
     parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--systems", default="", help="semicolon-separated; default: all")
+    parser.add_argument("--once", default="", help="semicolon-separated: systems that run once, whatever `--repeats`")
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -320,7 +321,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("evals/results"))
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.systems = [name.strip() for name in options.systems.split(";") if name.strip()]
+    for option in ("systems", "once"):
+        setattr(options, option, [name.strip() for name in getattr(options, option).split(";") if name.strip()])
     model, tokenizer = load(options.model, progress=True)
     if options.measure_memory:
         job = Job(options.jobs, model, tokenizer, options)

@@ -182,13 +182,15 @@ def test_batching_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch:
     once, twice = times(1), times(2)
     assert len(once) == 2 and all(len(runs) == 1 for runs in once.values())
     assert all(runs[:1] == once[system] and len(runs) == 2 for system, runs in twice.items()), "the first is kept"
+    arguments += ["--once", "stock, static, arrival order"]
+    assert [len(runs) for runs in times(3).values()] == [2, 3]
     assert "| certified, engine |" in (tmp_path / "batching.md").read_text()
     (raw,) = (tmp_path / "batching" / "raw").iterdir()
     kept = json.loads(raw.read_text())
     kept["alone"][1][0] += 1
     raw.write_text(json.dumps(kept))
     with pytest.raises(SystemExit, match="1 prompts differ"):
-        times(3)
+        times(4)
 
 
 def test_peak_memory_is_that_of_the_process_alone() -> None:

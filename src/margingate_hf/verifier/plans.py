@@ -126,7 +126,7 @@ class PrepackedPlan:
     """
 
     name = f"onednn-prepacked-k{COLUMN_BLOCK}"
-    sizes = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    sizes = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
     copies_weights = True
     column_store = "column_store"
 
