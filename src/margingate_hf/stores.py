@@ -24,7 +24,7 @@ class ColumnStore(ABC):
         device (`torch.device`): where.
     """
 
-    # Names of the tensors; rows are the dimension `row_dim` of each, positions the last but one.
+    # Names of the tensors; rows are the last dimension but three of each, positions the last but one.
     tensors: ClassVar[tuple[str, ...]]
 
     def __init__(
