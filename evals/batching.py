@@ -39,13 +39,13 @@ PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 # Slow, and about memory: only where they are asked for. One plane is another canonical text.
 NO_COPY = "certified, engine, no FP32 copy"
 LEAST = "certified, engine, no FP32 copy, one plane"
+WITHOUT_COPY = (NO_COPY, LEAST)
 MEASURED_MEMORY = (
     "stock, static, sorted",
     "certified, static, sorted",
     "certified, engine, no reuse",
     "certified, engine",
-    NO_COPY,
-    LEAST,
+    *WITHOUT_COPY,
 )
 STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
 Tokens = list[list[int]]
@@ -128,9 +128,8 @@ def systems(job: Job, fp32: Any, names: list[str]) -> dict[str, Callable[[], tup
     }
     if "stop_strings" in job.call:  # its rows cannot stop at a string: other work
         del everything["stock generate_batch"]
-    return {
-        name: work for name, work in everything.items() if (name in names if names else name not in (NO_COPY, LEAST))
-    }
+    wanted = names or [name for name in everything if name not in WITHOUT_COPY]
+    return {name: work for name, work in everything.items() if name in wanted}
 
 
 def _stock_batch(job: Job) -> Tokens:
@@ -282,7 +281,7 @@ def _memory(memory: dict[str, list[float]], weights: float, packed: float = 0.0)
     ]
     for system, all_used in memory.items():
         used, copied = statistics.median(all_used), 0.0
-        if system.startswith("certified") and system not in (NO_COPY, LEAST):
+        if system.startswith("certified") and system not in WITHOUT_COPY:
             copied = weights
         lines.append(
             f"| {system} | {used:.0f} | {min(all_used):.0f} to {max(all_used):.0f} | {used / stock:.2f}x | "

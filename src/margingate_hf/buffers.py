@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 
 import torch
@@ -19,9 +20,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         shape (`tuple[int, ...]`): of the tensor.
         dtype (`torch.dtype`), device (`torch.device`): likewise.
     """
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = count * dtype.itemsize

@@ -5,9 +5,25 @@ from __future__ import annotations
 import torch
 
 
+def split_planes(values: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
+    """
+    `hi = round(x)` and, of two planes, `lo = round(x - hi)`.
+
+    Args:
+        values (`torch.Tensor`, float32, any shape): fresh keys or values.
+        dtype (`torch.dtype`): of the planes.
+        count (`int`): 1 or 2.
+
+    Returns:
+        `count` tensors of `dtype`, shape of `values`.
+    """
+    high = values.to(dtype)
+    return (high,) if count == 1 else (high, (values - high.float()).to(dtype))
+
+
 def round_to_planes(values: torch.Tensor, dtype: torch.dtype, planes: int) -> torch.Tensor:
     """
-    The FP32 value that `planes` planes of `dtype` represent: `hi + lo` with `hi = round(x)`, `lo = round(x - hi)`.
+    The FP32 value that `planes` planes of `dtype` represent: `hi + lo`, see [`split_planes`].
 
     The sum of two such planes is exact in FP32: `lo` holds at most the 16 bits that rounding to 8 left over.
 
@@ -21,7 +37,5 @@ def round_to_planes(values: torch.Tensor, dtype: torch.dtype, planes: int) -> to
     """
     if dtype == torch.float32 or planes == 3:
         return values
-    high = values.to(dtype).float()
-    if planes == 1:
-        return high
-    return high + (values - high).to(dtype).float()
+    high, *low = (plane.float() for plane in split_planes(values, dtype, planes))
+    return high + low[0] if low else high

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -114,14 +114,12 @@ class PrefixStore:
         """Takes up the full blocks of a row's verified columns that are not held yet."""
         tokens, count = cache.tokens[slot], cache.verified[slot]
         block = self._roots[cache.long_rows[slot]]
-        number = _ROOT
-        for start in range(0, count - PREFIX_BLOCK + 1, PREFIX_BLOCK):
-            key = tuple(tokens[start : start + PREFIX_BLOCK])
+        for index, (key, number) in enumerate(_numbered(tokens, count)):
             child = block.children.get(key)
-            number = hash((number, key))
             if child is None:
                 if self.wanted is not None and number not in self.wanted:
                     return
+                start = index * PREFIX_BLOCK
                 child = Block(block, key, cache.export_columns(slot, start, start + PREFIX_BLOCK))
                 if not self._make_room(child.nbytes, block):
                     return
@@ -152,7 +150,13 @@ class PrefixStore:
         return found
 
 
-_ROOT = hash(())
+def _numbered(tokens: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Each full block of the first `count` tokens, and a number that stands for all tokens up to the block's end."""
+    number = hash(())
+    for start in range(0, count - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+        key = tuple(tokens[start : start + PREFIX_BLOCK])
+        number = hash((number, key))
+        yield key, number
 
 
 def shared_blocks(prompts: Sequence[Sequence[int]]) -> frozenset[int]:
@@ -163,14 +167,7 @@ def shared_blocks(prompts: Sequence[Sequence[int]]) -> frozenset[int]:
 
 def block_keys(tokens: Sequence[int], start: int) -> list[int]:
     """
-    A number for each full block from `start` on that stands for all tokens up to the block's end: equal for equal
-    beginnings. Two rows with one number by chance read in turn instead of at once, no more.
+    The numbers of a prompt's full blocks from `start` on, a whole number of blocks, the last token left out: equal for
+    equal beginnings. Two rows with one number by chance read in turn instead of at once, no more.
     """
-    keys = []
-    key = _ROOT
-    for at in range(0, start, PREFIX_BLOCK):
-        key = hash((key, tuple(tokens[at : at + PREFIX_BLOCK])))
-    for at in range(start, len(tokens) - PREFIX_BLOCK, PREFIX_BLOCK):
-        key = hash((key, tuple(tokens[at : at + PREFIX_BLOCK])))
-        keys.append(key)
-    return keys
+    return [number for _, number in _numbered(tokens, len(tokens) - 1)][start // PREFIX_BLOCK :]

@@ -10,7 +10,7 @@ import torch
 
 from .buffers import zeros
 from .geometry import KV_BLOCK, DecodeGeometry, VerifyGeometry
-from .planes import round_to_planes
+from .planes import round_to_planes, split_planes
 
 
 class ColumnStore(ABC):
@@ -49,9 +49,9 @@ class ColumnStore(ABC):
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """Writes verified columns, float32 `[tokens, heads, dim]`; returns what the verifier's attention reads."""
 
-    @abstractmethod
     def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
-        """What the fast step's attention reads."""
+        """What the fast step's attention reads: a view `[rows, heads, length, dim]` of `draft`."""
+        return self.draft[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
 
     @abstractmethod
     def committed(self, slot: int, count: int) -> torch.Tensor:
@@ -62,8 +62,11 @@ class ColumnStore(ABC):
         """Whether the fast path reads what was committed in the first `count` columns of a row."""
 
     def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
-        """Writes one drafted column a row, `[rows, heads, dim]`; returns what the fast step's attention reads."""
-        self.draft[geometry.slots, :, geometry.positions] = states
+        """
+        Writes one drafted column a row, `[rows, heads, dim]`; returns what the fast step's attention reads. Finite: a
+        dropped draft stays where the verifier weighs it by an exact 0.
+        """
+        self.draft[geometry.slots, :, geometry.positions] = states.to(self.draft.dtype).nan_to_num()
         return self.drafted(geometry)
 
     def trust(self, slot: int, columns: torch.Tensor) -> None:
@@ -136,18 +139,10 @@ class WholeStore(ColumnStore):
         """See [`ColumnStore`]; float32."""
         return self.exact
 
-    def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]. Finite: a dropped draft stays where the verifier weighs it by an exact 0."""
-        return super().write_draft(states.float().nan_to_num_(), geometry)
-
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; returns whole blocks, a view `[rows, heads, length, dim]`."""
         self.exact[geometry.slots, :, geometry.positions] = round_to_planes(states, self.dtype, self.planes)
         return self.exact[: geometry.n_rows, :, : geometry.n_blocks * KV_BLOCK]
-
-    def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]; a view `[rows, heads, length, dim]`, float32."""
-        return self.exact[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
         """See [`ColumnStore`]; a view."""
@@ -190,19 +185,13 @@ class PlaneStore(ColumnStore):
         """What the committed value is the sum of, `[n, rows, heads, capacity, dim]`."""
         return self._planes if self.whole is None else self.whole
 
-    def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]. Finite, as in [`WholeStore`]."""
-        return super().write_draft(states.nan_to_num(), geometry)
-
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; returns whole blocks `[rows, heads, length, dim]`, float32."""
         at = geometry.slots, slice(None), geometry.positions
-        high = states.to(self.dtype)
-        self._planes[0][at] = high
+        for plane, part in zip(self._planes, split_planes(states, self.dtype, len(self._planes)), strict=True):
+            plane[at] = part
         if self.whole is not None:
             self.whole[0][at] = states
-        elif self._planes.shape[0] == 2:
-            self._planes[1][at] = (states - high.float()).to(self.dtype)
         return self._summed(geometry)
 
     def _summed(self, geometry: VerifyGeometry) -> torch.Tensor:
@@ -216,10 +205,6 @@ class PlaneStore(ColumnStore):
             for plane in kept[:, slot]:
                 out[slot] += plane
         return out
-
-    def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]; a view `[rows, heads, length, dim]`."""
-        return self.draft[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
         """See [`ColumnStore`]; a new tensor, the planes' sum."""

@@ -9,7 +9,7 @@ import torch
 import margingate_kernels as kernels
 
 from .geometry import DecodeGeometry, VerifyGeometry
-from .stores import ColumnStore, PlaneStore
+from .stores import PlaneStore
 from .verifier.plans import LinearPlan
 
 
@@ -62,8 +62,9 @@ class TritonPlaneStore(PlaneStore):
     """For CUDA: the kernels add the planes as they read, and never read a column beyond a row's last query."""
 
     def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
-        """See [`ColumnStore`]."""
-        return ColumnStore.write_draft(self, states, geometry)
+        """See [`ColumnStore`]; as it is, finite or not."""
+        self.draft[geometry.slots, :, geometry.positions] = states
+        return self.drafted(geometry)
 
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; returns `[planes, rows, heads, capacity, dim]`."""

@@ -160,7 +160,7 @@ class PrepackedPlan:
                 return self.linear(_rounded(rows), packed)
         (outputs, terms), blocks = packed
         largest = self.sizes[-1]
-        operands = [self._operand(part, _width(terms)) for part in rows.split(largest)]
+        operands = [self._columns(part, _width(terms)) for part in rows.split(largest)]
         if len(operands) == 1 and outputs <= OUTPUT_BLOCK:
             return _sum(operands[0], next(iter(blocks)))[: rows.shape[0]]
         out = rows.new_empty(rows.shape[0], outputs)
@@ -169,7 +169,7 @@ class PrepackedPlan:
                 target.copy_(_sum(operand, columns)[: target.shape[0]])
         return out
 
-    def _operand(self, rows: torch.Tensor, width: int) -> list[torch.Tensor]:
+    def _columns(self, rows: torch.Tensor, width: int) -> list[torch.Tensor]:
         """Up to 128 rows `[n, in]`, padded to a size that was probed, as column blocks."""
         padded = _operand(rows, next(size for size in self.sizes if size >= rows.shape[0]))
         return [part.contiguous() for part in padded.split(width, dim=1)]
