@@ -18,10 +18,9 @@ from .demo.compare import eos_ids, first_difference, until_end
 from .enabling import disable, enable
 from .engine import MarginGateEngine
 from .gate import MarginGateLogitsProcessor
-from .interfaces import eager
 from .requests import check_model, refuse
-from .verifier.precision import full_precision
-from .verifier.reference import PlainMode
+from .verifier.precision import check_precision
+from .verifier.reference import PlainMode, eager_twin
 
 # Relative distance of FP32 logits, padded against unpadded, above which padding changes more than rounding. FP32
 # rounding alone gives 1e-6 and less; a wrong mask or position moves logits by 1e-2 or more.
@@ -330,8 +329,9 @@ class _Auditor:
         own["input_ids"] = torch.cat([own["input_ids"], new], dim=1) if prefix else own["input_ids"]
         if "attention_mask" in own and prefix:
             own["attention_mask"] = torch.cat([own["attention_mask"], torch.ones_like(new)], dim=1)
-        with torch.no_grad(), full_precision(), eager(self.model), PlainMode():
-            out = self.model.generate(
+        check_precision(new.device)
+        with torch.no_grad(), PlainMode():
+            out = eager_twin(self.model).generate(
                 **own,
                 max_new_tokens=1,
                 do_sample=False,

@@ -105,6 +105,22 @@ class MarginGateLayer(DynamicLayer):
         for store in self.stores or ():
             store.swap_rows(a, b, count)
 
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Makes the layer hold copies of the given rows, in that order."""
+        if self.stores is not None:
+            keys, values = (store.taken(rows) for store in self.stores)
+            self._hold(keys, values)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "a layer of a MarginGateCache cannot be changed by itself, since its rows' lengths belong to the cache: call "
+            "`reset`, `crop`, `reorder_cache`, `batch_select_indices` or `batch_repeat_interleave` of the cache, or "
+            "`cache.to_dynamic_cache()` for a stock one that can be off-loaded."
+        )
+
+    # What a stock layer does to its own tensors would leave the cache's lengths and its verified columns untrue.
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
     def get_seq_length(self) -> int:
         """Columns of the longest row."""
         return max(self._cache.lengths, default=0)
@@ -152,8 +168,9 @@ class MarginGateCache(DynamicCache):
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
         verified (`list[int]`): leading columns of each row that a verifier pass has written.
-        reach (`list[int]`): columns that each row has held at most since it was cleared; beyond there is nothing.
+        reach (`list[int]`): columns of each row that may hold anything but zeros.
         long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
+        adapters (`list[str | None]`): the PEFT adapter of each row, where a call gives each its own.
         identity ([`CacheIdentity`]): what the columns were computed with.
     """
 
@@ -171,6 +188,7 @@ class MarginGateCache(DynamicCache):
         self.verified: list[int] = [0] * rows
         self.reach: list[int] = [0] * rows
         self.long_rows: list[bool] = [False] * rows
+        self.adapters: list[str | None] = [None] * rows
         self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
 
     @property
@@ -205,9 +223,14 @@ class MarginGateCache(DynamicCache):
         if verified:
             self.verified[slot] = len(ids)
 
+    def touch(self, slot: int, length: int) -> None:
+        """Notes that a forward is about to write a row's columns up to `length`, whether or not it will return."""
+        self.reach[slot] = max(self.reach[slot], length)
+
     def rollback(self, slot: int, length: int) -> None:
         """
-        Drops a row's columns from `length` on. Nothing moves: what lies beyond a row's length is never read.
+        Drops a row's columns from `length` on. They are zeroed: a later query masks them, and only a finite number
+        survives that.
 
         Raises:
             `ValueError`: the row is shorter than `length`.
@@ -216,6 +239,10 @@ class MarginGateCache(DynamicCache):
             raise ValueError(f"`length` must be between 0 and {len(self.tokens[slot])}, got {length}.")
         del self.tokens[slot][length:]
         self.verified[slot] = min(self.verified[slot], length)
+        if self.reach[slot] > length:
+            for store in self._stores():
+                store.clear(slot, length, self.reach[slot])
+            self.reach[slot] = length
 
     @property
     def column_bytes(self) -> int:
@@ -225,9 +252,57 @@ class MarginGateCache(DynamicCache):
     def clear(self, slot: int) -> None:
         """Empties a row for another text."""
         self.rollback(slot, 0)
-        for store in self._stores():
-            store.clear(slot, self.reach[slot])
-        self.reach[slot] = 0
+
+    def reset(self) -> None:
+        """Empties every row."""
+        for slot in range(self.rows):
+            self.clear(slot)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Drops the last columns of every row.
+
+        Args:
+            tokens_to_remove (`int`): minus their number, as in transformers; a row that has fewer is emptied.
+
+        Raises:
+            `ValueError`: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}: rows have lengths of their own, so "
+                "they are not cut to one. Pass minus the number of columns to drop from each."
+            )
+        for slot, length in enumerate(self.lengths):
+            self.rollback(slot, max(0, length + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes a copy of row `beam_idx[i]`, int64 `[rows]`; as `batch_select_indices`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` copies of itself, one behind the other."""
+        self._select_rows([slot for slot in range(self.rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps copies of the rows that `indices`, int64 `[n]` or bool `[rows]`, name, in that order."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._select_rows(indices.tolist())
+
+    def _select_rows(self, rows: list[int]) -> None:
+        if not rows or not all(-self.rows <= row < self.rows for row in rows):
+            raise ValueError(f"`indices` must name at least one of the cache's {self.rows} rows, got {rows}.")
+        rows = [row % self.rows for row in rows]
+        for layer in self.layers:
+            layer.select_rows(rows)
+        self.tokens = [list(self.tokens[row]) for row in rows]
+        self.verified = [self.verified[row] for row in rows]
+        self.reach = [self.reach[row] for row in rows]
+        self.long_rows = [self.long_rows[row] for row in rows]
+        self.adapters = [self.adapters[row] for row in rows]
+        self.rows = len(rows)
 
     def export_columns(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
@@ -259,12 +334,17 @@ class MarginGateCache(DynamicCache):
         self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
         self.reach[a], self.reach[b] = self.reach[b], self.reach[a]
         self.long_rows[a], self.long_rows[b] = self.long_rows[b], self.long_rows[a]
+        self.adapters[a], self.adapters[b] = self.adapters[b], self.adapters[a]
 
     def long_flags(self, slots: Sequence[int], device: torch.device) -> torch.Tensor | None:
         """Which of some rows use the long rotary table, bool `[len(slots)]`, or `None` if none does."""
         if not any(self.long_rows):
             return None
         return torch.tensor([self.long_rows[slot] for slot in slots], device=device)
+
+    def variant(self, slot: int) -> tuple:
+        """What a row's columns depend on beside the cache's identity and its tokens: rotary table and adapter."""
+        return self.long_rows[slot], self.adapters[slot]
 
     def common_prefix(self, slot: int, tokens: Sequence[int]) -> int:
         """How many leading `tokens` a row's verified columns already hold."""

@@ -18,7 +18,6 @@ from .config import MarginGateConfig
 from .decode import DecodeRequest
 from .engine import MarginGateEngine
 from .gated import GatedLoop, Step
-from .interfaces import installed
 from .requests import refuse
 from .schedule import FlipCurve
 from .verifier import Verifier, verifier_for
@@ -138,7 +137,7 @@ def observe(
         for row in request.rows:
             row.limit = len(forced[row.index])
         loop = _ForcedLoop(model, verifier_for(model, gate), request, forced)
-        with torch.no_grad(), installed(model):
+        with torch.no_grad():
             while loop.unfinished:
                 loop.step()
         seen += [

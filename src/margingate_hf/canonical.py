@@ -8,6 +8,23 @@ from .dispatch import implementation
 from .rows import Row
 
 
+def leading_finite(logits: torch.Tensor) -> int:
+    """
+    How many leading rows of canonical logits `[tokens, vocabulary]` can be chosen from: no NaN, no +inf, and not all of
+    them -inf. What lies behind the first that cannot is computed from it.
+    """
+    usable = logits.amax(-1).isfinite().tolist()
+    return usable.index(False) if False in usable else len(usable)
+
+
+def not_finite(row: Row) -> FloatingPointError:
+    """The error of a row whose next canonical logits cannot be chosen from."""
+    return FloatingPointError(
+        f"the canonical logits of new token {len(row.committed)} are not finite: an activation or a K/V entry overflows "
+        "or is NaN (FP16 holds 65,504 at most; check the checkpoint, or load it in BF16)"
+    )
+
+
 class Canonical:
     """
     Canonical tokens of one row's pass; with processors, token `i` is computed once tokens `0 ... i-1` are known.

@@ -19,7 +19,7 @@ from transformers import StoppingCriteriaList
 
 from .cache import MarginGateCache
 from .calibration_record import calibrated
-from .canonical import Canonical
+from .canonical import Canonical, leading_finite, not_finite
 from .config import MarginGateConfig
 from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
@@ -50,6 +50,7 @@ class DecodeRequest:
         max_rows: rows decoded at once, others wait for a place. `None`: all, and the cache keeps them.
         chunk: prompt tokens that one pass reads. `None`: whole prompts.
         prefixes: verified columns to start from and to add to; needs `max_rows`.
+        shared: the only blocks of columns to add to them, see [`shared_blocks`]; `None`: all.
         isolate: an exception of a row's own processors or criteria ends that row alone.
     """
 
@@ -65,6 +66,7 @@ class DecodeRequest:
     max_rows: int | None = None
     chunk: int | None = None
     prefixes: PrefixStore | None = None
+    shared: frozenset[int] | None = None
     isolate: bool = False
 
 
@@ -124,6 +126,10 @@ class DecodeLoop:
         for row in [row for row in (*self.waiting, *self.active) if row.cancelled]:
             row.finish_reason = "cancelled"
             self._end(row)
+        if self.verifier.store.fingerprint != self.statistics.fingerprint:
+            for row in [*self.waiting, *self.active]:
+                row.fail(RuntimeError("the model's weights or adapters were changed while this prompt was decoded"))
+                self._end(row)
         self._admit()
         self._advance()
         finished, self.finished = self.finished, []
@@ -183,7 +189,7 @@ class DecodeLoop:
             if not row.committed:
                 row.read += len(tokens)
                 if self.request.prefixes is not None:
-                    self.request.prefixes.keep(self.cache, row.slot)
+                    self.request.prefixes.keep(self.cache, row.slot, self.request.shared)
             if len(piece):
                 self._guarded(row, self._commit, piece)
         seconds = time.perf_counter() - started
@@ -217,7 +223,7 @@ class DecodeLoop:
             if take:
                 room -= take
                 if self.request.prefixes is not None:
-                    self.request.prefixes.misses += take
+                    self.request.prefixes.missed(take)
                 tokens = row.prompt[row.read : row.read + take]
                 parts.append((row, tokens, int(row.read + take == len(row.prompt))))
         return parts
@@ -230,8 +236,7 @@ class DecodeLoop:
             return left
         if row.read % PREFIX_BLOCK == 0:
             # The last prompt token is always read: its logits are needed.
-            long = self.cache.long_rows[row.slot]
-            blocks = prefixes.find(row.prompt, long, len(row.prompt) - 1)
+            blocks = prefixes.find(self.cache, row.slot, row.prompt, len(row.prompt) - 1)
             copied = prefixes.load(self.cache, row.slot, blocks, row.read)
             row.read, row.reused, left = row.read + copied, row.reused + copied, left - copied
         mine = block_keys(row.prompt, row.read)
@@ -247,8 +252,7 @@ class DecodeLoop:
         try:
             return work(row, *arguments)
         except Exception as error:
-            row.error, row.done, row.finish_reason = error, True, "error"
-            row.drop_drafts()
+            row.fail(error)
             return None
 
     def _pending(self, row: Row) -> Pending:
@@ -268,12 +272,14 @@ class DecodeLoop:
         tokens = [row.last for row in self.active]
         positions = [row.verified + len(row.drafts) for row in self.active]
         self.cache.reserve(max(positions) + 1)
+        for row, position in zip(self.active, positions, strict=True):
+            self.cache.touch(row.slot, position + 1)
         long = self.cache.long_flags([row.slot for row in self.active], device)
         geometry = DecodeGeometry(
             torch.tensor(positions, device=device), max(positions) + 1, long, product=self._product()
         )
         with geometry_scope(geometry):
-            logits = self.model(
+            logits = self.verifier.twin(
                 input_ids=torch.tensor(tokens, device=device)[:, None],
                 position_ids=geometry.positions[:, None],
                 cache=self.cache,
@@ -302,8 +308,9 @@ class DecodeLoop:
 
     def _commit(self, row: Row, logits: torch.Tensor) -> None:
         """Compares, commits and rolls back a row; `logits` is `[pending tokens, vocabulary]`."""
+        known = leading_finite(logits)
         canonical = Canonical(row, logits)
-        decision = compare(row.drafts, canonical, beyond=len(logits) > len(row.drafts))
+        decision = compare(row.drafts[:known], canonical, beyond=known > len(row.drafts))
         row.repaired += len(row.drafts)
         row.flips += decision.flipped
         row.wasted += decision.wasted
@@ -313,6 +320,8 @@ class DecodeLoop:
             self._commit_token(row, token, canonical.margins[index], canonical.logits[index], scores)
             if row.done:
                 break
+        if known < len(logits) and not decision.flipped and not row.done:
+            row.fail(not_finite(row))
         self.cache.rollback(row.slot, row.verified)
 
     def _commit_token(
@@ -352,7 +361,7 @@ class DecodeLoop:
             return
         self.cache.rollback(row.slot, row.verified)
         if self.request.prefixes is not None:
-            self.request.prefixes.keep(self.cache, row.slot)
+            self.request.prefixes.keep(self.cache, row.slot, self.request.shared)
         last = self.active[-1]
         self.cache.swap_rows(row.slot, last.slot)
         self.active[row.slot] = last
@@ -385,25 +394,27 @@ class DecodeLoop:
         """Adds up the rows' statistics."""
         total = self.statistics
         total.reused_tokens = sum(row.reused for row in self.rows)
-        for row in self.rows:
-            total.rows.append(
-                RowStatistics(
-                    len(row.prompt),
-                    len(row.committed),
-                    row.low_margin_steps,
-                    row.flips,
-                    row.wasted,
-                    row.margins,
-                    row.repaired,
-                    self.receipt(row),
-                )
+        total.rows = [
+            RowStatistics(
+                prompt_tokens=len(row.prompt),
+                new_tokens=len(row.committed),
+                low_margin_steps=row.low_margin_steps,
+                flips=row.flips,
+                wasted_tokens=row.wasted,
+                margins=row.margins,
+                repaired_columns=row.repaired,
+                finish_reason=row.finish_reason,
+                receipt=self.receipt(row),
             )
+            for row in self.rows
+        ]
         total.low_margin_steps = sum(row.low_margin_steps for row in total.rows)
         total.flips = sum(row.flips for row in total.rows)
         total.wasted_tokens = sum(row.wasted_tokens for row in total.rows)
         total.repaired_columns = sum(row.repaired_columns for row in total.rows)
         total.new_tokens = sum(row.new_tokens for row in total.rows)
-        total.notes = [*self.verifier.notes(), *self.notes]
+        failed = [f"row {row.index} ended early: {row.error}" for row in self.rows if row.error is not None]
+        total.notes = [*self.verifier.notes(), *self.notes, *failed]
         for note in total.notes:
             logger.warning_once(note)  # type: ignore[attr-defined]  # transformers adds it to every logger
         return total

@@ -7,19 +7,10 @@ import torch
 from .geometry import DecodeGeometry, current_geometry
 
 
-class DraftLinear:
-    """
-    Stands in for a `torch.nn.Linear`'s forward while a fast step of ours runs; elsewhere it stands aside.
+class DraftLinear(torch.nn.Linear):
+    """The class of a plain linear layer in a [`twin`]: in a fast step the geometry's product stands in for torch's."""
 
-    Args:
-        module (`torch.nn.Linear`): the layer; not changed.
-    """
-
-    def __init__(self, module: torch.nn.Linear):
-        self._module = module
-        self._stock = module.forward
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """
         Args:
             input (`torch.Tensor` of shape `[..., in]`, the model's dtype).
@@ -28,22 +19,19 @@ class DraftLinear:
             `torch.Tensor` of shape `[..., out]`, the model's dtype.
         """
         geometry = current_geometry()
-        if torch.compiler.is_compiling() or not isinstance(geometry, DecodeGeometry) or geometry.product is None:
-            return self._stock(input)
-        weight, bias = self._module.weight, self._module.bias
-        out = geometry.product(input.reshape(-1, input.shape[-1]), weight)
+        if not isinstance(geometry, DecodeGeometry) or geometry.product is None:
+            return super().forward(input)
+        out = geometry.product(input.reshape(-1, input.shape[-1]), self.weight)
         if out is None:
-            return self._stock(input)
-        out = out.view(*input.shape[:-1], weight.shape[0])
-        return out if bias is None else out + bias
+            return super().forward(input)
+        out = out.view(*input.shape[:-1], self.weight.shape[0])
+        return out if self.bias is None else out + self.bias
 
 
-def plain_linears(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    """Linear layers on CPU with torch's own forward, or ours over it: no subclass, nothing hooked onto it."""
-    return [
-        module
-        for module in model.modules()
-        if type(module) is torch.nn.Linear
+def is_plain_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is a linear layer on CPU with torch's own forward: no subclass, nothing put in its place."""
+    return (
+        type(module) is torch.nn.Linear
         and module.weight.device.type == "cpu"
-        and isinstance(module.__dict__.get("forward"), DraftLinear | None)
-    ]
+        and "forward" not in module.__dict__
+    )

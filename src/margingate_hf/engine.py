@@ -16,7 +16,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from .config import MarginGateConfig
 from .decode import DecodeRequest
 from .geometry import whole_blocks
-from .interfaces import installed
 from .loops import loop_for
 from .outputs import MarginGateStatistics
 from .prefix import PREFIX_BLOCK, PrefixStore, shared_blocks
@@ -163,7 +162,7 @@ class MarginGateEngine:
         bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
         with logging_redirect_tqdm([logger]), bar:
             while loop.unfinished:
-                with torch.no_grad(), installed(self.model):
+                with torch.no_grad():
                     finished = loop.step()
                 for row in finished:
                     bar.update(1)

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from .cache import MarginGateCache
+from .canonical import leading_finite, not_finite
 from .decode import DecodeLoop
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .rows import Row
@@ -136,7 +137,7 @@ class GatedLoop(DecodeLoop):
         long = self.cache.long_flags([step.row.slot], self.device)
         geometry = DecodeGeometry(position, step.position + 1, long, first=step.row.slot)
         with geometry_scope(geometry):
-            return self.model(
+            return self.verifier.twin(
                 input_ids=torch.tensor([[step.last]], device=self.device),
                 position_ids=position[:, None],
                 cache=self.cache,
@@ -145,6 +146,9 @@ class GatedLoop(DecodeLoop):
 
     def _commit_step(self, row: Row, step: Step) -> None:
         logits = step.logits.float()
+        if not leading_finite(logits[None]):
+            row.fail(not_finite(row))
+            return
         scores = row.process([*row.prompt, *row.committed], logits) if self.request.keep_scores else None
         self._commit_token(row, step.token, step.margin, logits, scores)
 

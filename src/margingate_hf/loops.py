@@ -9,7 +9,6 @@ import torch
 from .cache import MarginGateCache
 from .decode import DecodeLoop, DecodeRequest
 from .gated import GatedLoop
-from .interfaces import installed
 from .outputs import MarginGateStatistics
 from .verifier import Verifier
 
@@ -34,7 +33,7 @@ def decode(model: Any, verifier: Verifier, request: DecodeRequest) -> tuple[Marg
     """
     loop = loop_for(model, verifier, request)
     try:
-        with torch.no_grad(), installed(model):
+        with torch.no_grad():
             while loop.unfinished:
                 loop.step()
     finally:

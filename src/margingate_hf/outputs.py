@@ -22,6 +22,8 @@ class RowStatistics:
             `coverage="gated"` the fast path's where it was trusted.
         repaired_columns: K/V columns of the fast path that were replaced: every one a pass covered, or under
             `coverage="gated"` those of wrong tokens.
+        finish_reason: `"eos"`, `"length"`, `"stop"` (a criterion) or `"error"` (canonical logits that are not finite; the
+            `notes` of the call say where).
         receipt: see [`Receipt`], with `MarginGateConfig(receipt=True)`.
     """
 
@@ -32,6 +34,7 @@ class RowStatistics:
     wasted_tokens: int
     margins: list[float]
     repaired_columns: int = 0
+    finish_reason: str = ""
     receipt: dict[str, Any] | None = None
 
 

@@ -28,9 +28,12 @@ def execution_device(model: Any) -> torch.device:
     return device
 
 
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """
     Every distinct parameter and non-empty buffer with its values, off-loaded ones from where accelerate keeps them.
+
+    Yields:
+        `(name, tensor, stable)`; not `stable`: read from disk, at another address at every read.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -42,9 +45,11 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if follows_batch and name.endswith("inv_freq"):
                 continue  # a stock call rewrites it; ours never read it
             seen.add(id(tensor))
+            stable = True
             if tensor.is_meta and name in weights:
-                tensor = weights[name]
-            yield f"{prefix}.{name}" if prefix else name, tensor
+                tensor, again = weights[name], weights[name]
+                stable = tensor.data_ptr() == again.data_ptr()
+            yield f"{prefix}.{name}" if prefix else name, tensor, stable
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:

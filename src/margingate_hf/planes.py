@@ -7,7 +7,8 @@ import torch
 
 def split_planes(values: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
     """
-    `hi = round(x)` and, of two planes, `lo = round(x - hi)`.
+    `hi = round(x)` and, of two planes, `lo = round(x - hi)`. The first of two saturates at the largest finite value, so
+    that the sum is right up to twice that (FP16: 131,008); what is larger still becomes infinite, and ends its row.
 
     Args:
         values (`torch.Tensor`, float32, any shape): fresh keys or values.
@@ -17,8 +18,11 @@ def split_planes(values: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[
     Returns:
         `count` tensors of `dtype`, shape of `values`.
     """
-    high = values.to(dtype)
-    return (high,) if count == 1 else (high, (values - high.float()).to(dtype))
+    if count == 1:
+        return (values.to(dtype),)
+    limit = torch.finfo(dtype).max
+    high = values.clamp(-limit, limit).to(dtype)
+    return high, (values - high.float()).to(dtype)
 
 
 def round_to_planes(values: torch.Tensor, dtype: torch.dtype, planes: int) -> torch.Tensor:

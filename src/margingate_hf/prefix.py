@@ -8,6 +8,7 @@ share its blocks. The least recently used leaves go first.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Block:
 
 class PrefixStore:
     """
-    Blocks of verified columns.
+    Blocks of verified columns. May be used by several threads at once.
 
     Args:
         budget (`int`): bytes it may hold; 0 keeps nothing.
@@ -52,7 +53,6 @@ class PrefixStore:
     Attributes:
         hits, misses: prompt tokens that were found, and that were not.
         nbytes: bytes held.
-        wanted: the only blocks to take up, see [`shared_blocks`]; `None`: all.
     """
 
     def __init__(self, budget: int):
@@ -62,34 +62,44 @@ class PrefixStore:
         self.hits = 0
         self.misses = 0
         self.nbytes = 0
-        self.wanted: frozenset[int] | None = None
         self._identity: tuple[CacheIdentity | None, int] | None = None
-        self._roots = {False: Block(None, ()), True: Block(None, ())}  # by rotary table, see `rope.py`
+        self._roots: dict[tuple, Block] = {}  # by what else a row's columns depend on, see `MarginGateCache.variant`
         self._clock = itertools.count(1)
+        self._lock = threading.RLock()
 
     def bind(self, cache: MarginGateCache) -> None:
         """Makes the store fit a cache; blocks of other weights, another plan or another format are dropped."""
-        identity = (cache.identity, cache.kv_planes)
-        if identity != self._identity:
-            self._identity = identity
-            self.clear()
+        with self._lock:
+            if not self._fits(cache):
+                self._identity = (cache.identity, cache.kv_planes)
+                self.clear()
+
+    def _fits(self, cache: MarginGateCache) -> bool:
+        """Whether the store holds what this cache's columns are. Another run may have bound it to other weights."""
+        return self._identity == (cache.identity, cache.kv_planes)
 
     def clear(self) -> None:
         """Drops every block."""
-        self._roots = {False: Block(None, ()), True: Block(None, ())}
-        self.nbytes = 0
+        with self._lock:
+            self._roots = {}
+            self.nbytes = 0
 
-    def find(self, tokens: Sequence[int], long: bool, limit: int) -> list[Block]:
-        """The blocks that hold the leading `tokens`, at most `limit` of them, in order."""
+    def missed(self, count: int) -> None:
+        """Counts prompt tokens that were read."""
+        with self._lock:
+            self.misses += count
+
+    def find(self, cache: MarginGateCache, slot: int, tokens: Sequence[int], limit: int) -> list[Block]:
+        """The blocks that hold the leading `tokens` of a row, at most `limit` of them, in order."""
         found: list[Block] = []
-        block = self._roots[long]
-        for start in range(0, limit - PREFIX_BLOCK + 1, PREFIX_BLOCK):
-            child = block.children.get(tuple(tokens[start : start + PREFIX_BLOCK]))
-            if child is None:
-                break
-            child.used = next(self._clock)
-            found.append(child)
-            block = child
+        with self._lock:
+            block = self._roots.get(cache.variant(slot)) if self._fits(cache) else None
+            for start in range(0, limit - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+                block = None if block is None else block.children.get(tuple(tokens[start : start + PREFIX_BLOCK]))
+                if block is None:
+                    break
+                block.used = next(self._clock)
+                found.append(block)
         return found
 
     def load(self, cache: MarginGateCache, slot: int, blocks: Sequence[Block], held: int) -> int:
@@ -105,28 +115,40 @@ class PrefixStore:
         stop = held + len(fresh) * PREFIX_BLOCK
         cache.reserve(stop)
         columns = [torch.cat(parts, dim=-2) for parts in zip(*(block.columns for block in fresh), strict=True)]
+        cache.touch(slot, stop)
         cache.load_columns(slot, held, columns)
         cache.extend(slot, held, [token for block in fresh for token in block.tokens], verified=True)
-        self.hits += stop - held
+        with self._lock:
+            self.hits += stop - held
         return stop - held
 
-    def keep(self, cache: MarginGateCache, slot: int) -> None:
-        """Takes up the full blocks of a row's verified columns that are not held yet."""
+    def keep(self, cache: MarginGateCache, slot: int, wanted: frozenset[int] | None = None) -> None:
+        """
+        Takes up the full blocks of a row's verified columns that are not held yet.
+
+        Args:
+            cache ([`MarginGateCache`]): nothing is taken from one that the store is not bound to.
+            slot (`int`): the row.
+            wanted (`frozenset[int]`, *optional*): the only blocks to take up, see [`shared_blocks`]; `None`: all.
+        """
         tokens, count = cache.tokens[slot], cache.verified[slot]
-        block = self._roots[cache.long_rows[slot]]
-        for index, (key, number) in enumerate(_numbered(tokens, count)):
-            child = block.children.get(key)
-            if child is None:
-                if self.wanted is not None and number not in self.wanted:
-                    return
-                start = index * PREFIX_BLOCK
-                child = Block(block, key, cache.export_columns(slot, start, start + PREFIX_BLOCK))
-                if not self._make_room(child.nbytes, block):
-                    return
-                block.children[key] = child
-                self.nbytes += child.nbytes
-            child.used = next(self._clock)
-            block = child
+        with self._lock:
+            if not self._fits(cache):
+                return
+            block = self._roots.setdefault(cache.variant(slot), Block(None, ()))
+            for index, (key, number) in enumerate(_numbered(tokens, count)):
+                child = block.children.get(key)
+                if child is None:
+                    if wanted is not None and number not in wanted:
+                        return
+                    start = index * PREFIX_BLOCK
+                    child = Block(block, key, cache.export_columns(slot, start, start + PREFIX_BLOCK))
+                    if not self._make_room(child.nbytes, block):
+                        return
+                    block.children[key] = child
+                    self.nbytes += child.nbytes
+                child.used = next(self._clock)
+                block = child
 
     def _make_room(self, nbytes: int, wanted: Block) -> bool:
         """Drops least recently used leaves, never `wanted` or a block it stands on, until `nbytes` fit."""

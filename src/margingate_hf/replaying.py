@@ -13,7 +13,6 @@ import torch
 from .canonical import Canonical
 from .config import MarginGateConfig
 from .geometry import Segment
-from .interfaces import installed
 from .noise import GumbelNoise
 from .receipts import DECISIVE, Receipt, describe_processor, hash_tokens
 from .requests import refuse
@@ -211,7 +210,7 @@ def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
         cache.long_rows[slot] = needs_long_table(model, len(one.row.prompt) + one.row.limit)
     segments = [Segment(slot, 0, [*one.row.prompt, *one.output[:-1]]) for slot, one in enumerate(part)]
     counts = [len(one.output) for one in part]
-    with torch.no_grad(), installed(model):
+    with torch.no_grad():
         logits = verifier.run(cache, segments, keep=counts)
         for one, piece in zip(part, logits.split(counts), strict=True):
             result = _first_difference(one, piece)

@@ -57,7 +57,7 @@ def check_model(model: Any) -> None:
     lacking = missing(device)
     if lacking:
         raise refuse("model.device", str(device), lacking, NotImplementedError)
-    spread = {str(tensor.device) for _, tensor in named_weights(model) if tensor.device.type == "cuda"}
+    spread = {str(tensor.device) for _, tensor, _ in named_weights(model) if tensor.device.type == "cuda"}
     if len(spread) > 1:
         raise refuse(
             "model.hf_device_map",

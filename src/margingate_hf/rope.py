@@ -1,10 +1,9 @@
 """Rotary tables that look at the batch, pinned to each row.
 
-`longrope` and `dynamic` RoPE choose their frequencies by the largest position in the batch, and keep them in a
-buffer: a long companion, or an earlier call, moves a short row's logits. In our passes every row has its own table:
-the short one if its
-prompt and all tokens it may get fit the original length, else the long one (`dynamic` has no fixed long table: such
-rows are refused). Stock calls keep the model's own behaviour.
+`longrope` and `dynamic` RoPE choose their frequencies by the largest position in the batch, and keep them in a buffer:
+a long companion, or an earlier call, moves a short row's logits. In our passes every row has its own table: the short
+one if its prompt and all tokens it may get fit the original length, else the long one (`dynamic` has no fixed long
+table: such rows are refused). Stock calls keep the model's own behaviour.
 """
 
 from __future__ import annotations
@@ -45,14 +44,13 @@ def _original(module: Any) -> int:
 
 class PinnedRotary:
     """
-    Stands in for a rotary module's forward while a pass of ours runs.
+    Stands in for a rotary module's forward in a [`twin`].
 
     Args:
         module (`torch.nn.Module`): the rotary module; not changed.
     """
 
     def __init__(self, module: Any):
-        self._stock = module.forward
         self._short = _with_table(module, module.original_inv_freq)
         self._long = None
         if module.rope_type == "longrope":
@@ -70,10 +68,8 @@ class PinnedRotary:
             `(cos, sin)`, each `[batch, length, dim]`, every token's from its own row's table.
         """
         geometry = current_geometry()
-        if geometry is None:
-            return self._stock(x, position_ids, **kwargs)
         short = self._short(x, position_ids)
-        if geometry.long is None or self._long is None:
+        if geometry is None or geometry.long is None or self._long is None:
             return short
         long = self._long(x, position_ids)
         chosen = geometry.long.view(position_ids.shape)[..., None]

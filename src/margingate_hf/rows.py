@@ -76,7 +76,7 @@ class Row:
         done: ended by EOS, limit, a criterion, an error or a cancellation.
         finish_reason: which of them, `"eos"`, `"length"`, `"stop"` (a criterion), `"error"` or `"cancelled"`.
         cancelled: the caller wants no more of it.
-        error: what went wrong in the row's own processors or criteria, where that ends the row alone.
+        error: what ended the row alone: logits that are not finite, or its own processors or criteria.
     """
 
     index: int
@@ -129,6 +129,11 @@ class Row:
         if not margin >= threshold:  # NaN is low
             self.low += 1
             self.low_margin_steps += 1
+
+    def fail(self, error: Exception) -> None:
+        """Ends the row by an error of its own; other rows go on."""
+        self.error, self.done, self.finish_reason = error, True, "error"
+        self.drop_drafts()
 
     def drop_drafts(self) -> None:
         """Forgets what was decoded ahead, once a pass has judged it."""

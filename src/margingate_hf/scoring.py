@@ -59,37 +59,38 @@ def score_continuations(
     Raises:
         `ValueError`: an empty context or continuation.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     for index, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             raise ValueError(f"`pairs` must have a context and a continuation each; pair {index} lacks one.")
-        groups.setdefault(tuple(context), []).append(index)
+        # The rotary table follows the pair's own length, not that of the longest continuation beside it.
+        long = needs_long_table(model, len(context) + len(continuation))
+        groups.setdefault((tuple(context), long), []).append(index)
     found: dict[int, Score] = {}
     cache = verifier.new_cache(rows, kv_planes)
     if prefixes is not None:
         prefixes.bind(cache)
     with torch.no_grad():
         # Contexts in order of their ids: those that begin alike follow each other, while their blocks are still kept.
-        for context in sorted(groups):
-            members = groups[context]
+        for context, long in sorted(groups):
+            members = groups[context, long]
             for start in range(0, len(members), rows):
                 part = members[start : start + rows]
                 ends = [list(pairs[index][1]) for index in part]
-                scores = _score_group(model, verifier, cache, list(context), ends, prefixes)
+                scores = _score_group(verifier, cache, list(context), ends, long, prefixes)
                 found.update(zip(part, scores, strict=True))
                 tick(len(part))
     return [found[index] for index in range(len(pairs))]
 
 
 def _score_group(
-    model: Any,
     verifier: Verifier,
     cache: MarginGateCache,
     context: list[int],
     ends: list[list[int]],
+    long: bool,
     prefixes: PrefixStore | None,
 ) -> list[Score]:
-    long = needs_long_table(model, len(context) + max(map(len, ends)))
     for slot in range(len(ends)):
         cache.clear(slot)
         cache.long_rows[slot] = long
@@ -98,6 +99,7 @@ def _score_group(
     if shared and len(ends) > 1:
         columns = cache.export_columns(0, 0, shared)
         for slot in range(1, len(ends)):
+            cache.touch(slot, shared)
             cache.load_columns(slot, 0, columns)
             cache.extend(slot, 0, context[:-1], verified=True)
     # The last token of the context gives the first token of the continuation, and so on.
@@ -117,9 +119,9 @@ def _read(verifier: Verifier, cache: MarginGateCache, tokens: list[int], prefixe
     """Makes row 0 hold `tokens`, from the prefix store as far as it reaches."""
     held = 0
     if prefixes is not None:
-        blocks = prefixes.find(tokens, cache.long_rows[0], len(tokens))
+        blocks = prefixes.find(cache, 0, tokens, len(tokens))
         held = prefixes.load(cache, 0, blocks, 0)
-        prefixes.misses += len(tokens) - held
+        prefixes.missed(len(tokens) - held)
     if held < len(tokens):
         verifier.run(cache, [Segment(0, held, tokens[held:])], keep=[0])
         if prefixes is not None and len(tokens) - held >= PREFIX_BLOCK:

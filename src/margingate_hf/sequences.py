@@ -19,7 +19,9 @@ def sequences_of(input_ids: torch.Tensor, rows: list[Row], config: GenerationCon
 
 
 def stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """One `[rows, vocabulary]` tensor a step; a row that has ended is 0."""
+    """One `[rows, vocabulary]` tensor a step; a row that has ended is 0. Empty where no row has a token."""
     steps = max(len(row) for row in rows)
-    zeros = torch.zeros_like(rows[0][0])
+    if not steps:
+        return ()
+    zeros = torch.zeros_like(next(row[0] for row in rows if row))
     return tuple(torch.stack([row[step] if step < len(row) else zeros for row in rows]) for step in range(steps))

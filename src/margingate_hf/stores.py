@@ -91,12 +91,21 @@ class ColumnStore(ABC):
         held = [getattr(self, name) for name in self.tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
-    def clear(self, slot: int, count: int) -> None:
-        """Zeroes a row's first `count` columns, which may hold anything of the text before."""
+    def clear(self, slot: int, start: int, stop: int) -> None:
+        """Zeroes columns of a row: what is masked is multiplied by an exact 0, which NaN would survive."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None:
-                tensor.movedim(-4, 0)[slot, ..., :count, :].zero_()
+                tensor.movedim(-4, 0)[slot, ..., start:stop, :].zero_()
+
+    def taken(self, rows: Sequence[int]) -> ColumnStore:
+        """A new store that holds copies of the given rows, in that order."""
+        copy = type(self)(len(rows), self.heads, self.capacity, self.dim, self.dtype, self.planes, self.device)
+        for name in self.tensors:
+            mine, theirs = getattr(self, name), getattr(copy, name)
+            if mine is not None:
+                theirs.movedim(-4, 0).copy_(mine.movedim(-4, 0)[list(rows)])
+        return copy
 
     def grown(self, capacity: int, counts: Sequence[int]) -> ColumnStore:
         """A larger store that holds the same first `counts[slot]` columns of each row."""
@@ -188,10 +197,11 @@ class PlaneStore(ColumnStore):
     def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """See [`ColumnStore`]; returns whole blocks `[rows, heads, length, dim]`, float32."""
         at = geometry.slots, slice(None), geometry.positions
-        for plane, part in zip(self._planes, split_planes(states, self.dtype, len(self._planes)), strict=True):
-            plane[at] = part
         if self.whole is not None:
             self.whole[0][at] = states
+        count = 1 if self.whole is None and len(self._planes) == 1 else 2  # of two the first saturates
+        for plane, part in zip(self._planes, split_planes(states, self.dtype, count), strict=False):
+            plane[at] = part
         return self._summed(geometry)
 
     def _summed(self, geometry: VerifyGeometry) -> torch.Tensor:
@@ -219,13 +229,14 @@ class PlaneStore(ColumnStore):
         stop = start + columns.shape[2]
         self._kept[:, slot, :, start:stop] = columns
         if self.whole is not None:
-            self._planes[0, slot, :, start:stop] = columns[0].to(self.dtype)
+            self._planes[0, slot, :, start:stop], _ = split_planes(columns[0], self.dtype, 2)
 
     def repaired(self, slot: int, count: int) -> bool:
         """See [`ColumnStore`]: the first plane is one of the committed planes, or the whole value rounded."""
         if self.whole is None:
             return True
-        return torch.equal(self.draft[slot, :, :count], self.whole[0, slot, :, :count].to(self.dtype))
+        first, _ = split_planes(self.whole[0, slot, :, :count], self.dtype, 2)
+        return torch.equal(self.draft[slot, :, :count], first)
 
 
 def column_store(

@@ -48,7 +48,7 @@ def _repair(dtype: str, planes: int) -> dict:
     return dict(
         function=column_repair.repair_kernel,
         signature=signature,
-        constants={"PLANES": planes, "DTYPE": dtype, "DIM": 128},
+        constants={"PLANES": planes, "DTYPE": dtype, "DIM": 128, "LARGEST": torch.finfo(DTYPES[dtype]).max},
         warps=column_repair.NUM_WARPS,
         multiples=(*(name for name in names if name.endswith("stride")), "dim"),
     )

@@ -29,11 +29,25 @@ def test_rounds_to_nearest_even_and_touches_nothing_else(two: bool) -> None:
     x = states(4)
     repair_columns(x, high, low if two else None, SLOTS, POSITIONS)
     expected_high, expected_low = planes()
-    expected_high[SLOTS, :, POSITIONS] = x.bfloat16()
+    limit = torch.finfo(torch.bfloat16).max
+    rounded = (x.clamp(-limit, limit) if two else x).bfloat16()
+    expected_high[SLOTS, :, POSITIONS] = rounded
     if two:
-        expected_low[SLOTS, :, POSITIONS] = (x - x.bfloat16().float()).bfloat16()
-    assert torch.equal(high, expected_high)
-    assert torch.equal(low.nan_to_num(7), expected_low.nan_to_num(7))  # inf - inf
+        expected_low[SLOTS, :, POSITIONS] = (x - rounded.float()).bfloat16()
+    assert torch.equal(high, expected_high) and torch.equal(low, expected_low)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_writes_what_split_planes_gives(dtype: torch.dtype) -> None:
+    """Also for values that one plane cannot hold: two can up to twice its largest, beyond that the sum is infinite."""
+    planes_module = pytest.importorskip("margingate_hf.planes")
+    limit = torch.finfo(dtype).max
+    x = states(4)
+    x[2, 0, :6] = torch.tensor([1.05 * min(limit, 3.2e38), -1.05 * min(limit, 3.2e38), 2.5 * min(limit, 1e38), float("inf"), float("-inf"), 0.0])
+    high, low = planes(dtype)
+    repair_columns(x, high, low, SLOTS, POSITIONS)
+    for mine, theirs in zip((high, low), planes_module.split_planes(x, dtype, 2), strict=True):
+        assert torch.equal(mine[SLOTS, :, POSITIONS], theirs)
 
 
 def test_fp16_planes_round_to_nearest_even() -> None:

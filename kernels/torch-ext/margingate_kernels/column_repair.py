@@ -42,10 +42,12 @@ def repair_kernel(
     PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
     DIM: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """
     One program a (token, head): `high = round(x)`; with two planes `low = round(x - float(high))`, with three
-    `low = x` itself, FP32. Rounding is to nearest, ties to even.
+    `low = x` itself, FP32. Rounding is to nearest, ties to even. Where there is a second plane, the first saturates at
+    the dtype's `LARGEST` finite value, so that the sum is right up to twice that.
 
     Elementwise; nothing is reduced. A slot or position outside the cache is skipped, never written beside it.
     """
@@ -59,7 +61,10 @@ def repair_kernel(
     inside = lanes < dim
     x = tl.load(states_ptr + token * state_token_stride + head * state_head_stride + lanes, mask=inside, other=0.0)
     target = slot * plane_row_stride + head * plane_head_stride + position * plane_position_stride + lanes
-    stored, value = _round(x, DTYPE)
+    held = x
+    if PLANES > 1:
+        held = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    stored, value = _round(held, DTYPE)
     tl.store(high_ptr + target, stored, mask=inside)
     if PLANES == 2:
         rest, _ = _round(x - value, DTYPE)
@@ -141,6 +146,7 @@ def repair_columns(
         PLANES=count,
         DTYPE=_NAMES[high.dtype],
         DIM=triton.next_power_of_2(dim),
+        LARGEST=torch.finfo(high.dtype).max,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

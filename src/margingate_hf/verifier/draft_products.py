@@ -39,7 +39,7 @@ class DraftProducts:
             `torch.Tensor` of shape `[n, out]` in the dtype of `rows`, or `None`: use torch's own product.
         """
         store = self.store
-        if not self._prepacked or not store.resident or rows.dtype != weight.dtype:
+        if not self._prepacked or not store.resident or rows.dtype != weight.dtype or not store.stays(weight):
             return None
         if store.keeps_short(weight):
             return reordered_product(rows, store.short(weight))

@@ -2,8 +2,10 @@
 
 A plan fixes how rows are grouped into matrix products. Which groupings keep their bits is a property of the BLAS, the
 processor and the weight's shape, so no plan is trusted: `probe_linear` compares every product size that the plan can
-issue,
-bit for bit, before the plan is used (DESIGN section 6 of the project: "we do not trust a BLAS; we check it").
+issue, bit for bit, before the plan is used.
+
+`precision="bfloat16"` rounds the operands and multiplies them in FP32, where they are exact. oneDNN could multiply them
+in 16 bits, but only by a setting of the whole process, and with AMX its sums then depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-
-from .precision import short_products
 
 ALIGNMENT = 64  # bytes; torch's own CPU allocations
 COLUMN_BLOCK = 768  # terms that one oneDNN product may add up
@@ -152,12 +152,9 @@ class PrepackedPlan:
 
     def linear(self, rows: torch.Tensor, packed: Any, precision: str = "float32") -> torch.Tensor:
         """
-        `rows @ weight.T`, float32 `[n, in]` to `[n, out]`, at most 128 rows a product. Where the operands are BF16
-        values anyway, oneDNN may multiply them as such.
+        `rows @ weight.T`, float32 `[n, in]` to `[n, out]`, at most 128 rows a product.
         """
-        if precision == "bfloat16":
-            with short_products():
-                return self.linear(_rounded(rows), packed)
+        rows = _rounded(rows) if precision == "bfloat16" else rows
         (outputs, terms), blocks = packed
         largest = self.sizes[-1]
         operands = [self._columns(part, _width(terms)) for part in rows.split(largest)]

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..interfaces import eager
+from ..layers import shorten
 from ..placement import execution_device
-from .precision import full_precision
+from ..twin import twin_of
+from .precision import check_precision
 
 OUTPUTS = 8192  # of a linear layer, up-cast at a time
 _UPCAST = frozenset(
@@ -84,17 +85,39 @@ class PlainMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def reference_logits(model: Any, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def eager_twin(model: torch.nn.Module, short: bool = False) -> Any:
+    """
+    A [`twin`] of a model with its own eager attention and experts.
+
+    Args:
+        model (`torch.nn.Module`): the model; not changed.
+        short (`bool`, *optional*, defaults to `False`): with lengths lowered for the self-test, see [`shorten`].
+    """
+    twin = twin_of(model, "eager")
+    if short:
+        shorten(twin)
+    return twin
+
+
+def reference_logits(
+    model: Any, tokens: list[int], dtype: torch.dtype = torch.float32, short: bool = False
+) -> torch.Tensor:
     """
     Logits of one text alone, no cache, no padding.
 
     Args:
-        model (`PreTrainedModel`): the model.
+        model (`PreTrainedModel`): the model; its own forward runs on a copy that shares its weights.
         tokens (`list[int]`): the text.
+        short (`bool`, *optional*, defaults to `False`): see [`eager_twin`].
 
     Returns:
         `torch.Tensor` of shape `[len(tokens), vocabulary]`, `dtype`.
+
+    Raises:
+        `ValueError`: FP32 products would be rounded.
     """
-    ids = torch.tensor([tokens], device=execution_device(model))
-    with full_precision(), eager(model), torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
-        return model(input_ids=ids, use_cache=False).logits[0].to(dtype)
+    device = execution_device(model)
+    check_precision(device)
+    ids = torch.tensor([tokens], device=device)
+    with torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
+        return eager_twin(model, short)(input_ids=ids, use_cache=False).logits[0].to(dtype)

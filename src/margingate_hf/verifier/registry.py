@@ -12,27 +12,33 @@ import torch
 
 from ..config import MarginGateConfig
 from ..dispatch import backend_for, implementation
+from ..model_state import describe_structure
 from ..placement import execution_device
 from .plans import LinearPlan
+from .precision import check_precision
 from .selftest import choose_verifier
 from .verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
 _verifiers: weakref.WeakKeyDictionary[Any, dict[tuple, Verifier]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan] | None = None) -> Verifier:
     """
-    The verifier of a model, self-tested once per (device, dtype, thread count, settings) and then kept with the model.
+    The verifier of a model, self-tested once per (device, dtype, thread count, settings, structure of the model) and
+    then kept with the model. Another layer, shape, dtype or acting adapter is another structure, and is tested anew.
 
-    Every call compares the weights' checksums, so an edited weight is noticed.
+    Every call compares hashes of the weights, so an edited weight is noticed.
 
     Raises:
         `VerifierError`: no plan passes the self-test; the message names the part that failed.
+        `ValueError`: FP32 products would be rounded by a setting of the process.
     """
     device = execution_device(model)
+    check_precision(device)
     if plans is None:
         plans = implementation("plans", device)()
     key = (
@@ -44,13 +50,16 @@ def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPla
         config.resident_weights,
         config.precision,
         tuple(plans),
+        describe_structure(model),
     )
     with _lock:
+        lock = _locks.setdefault(model, threading.RLock())
         kept = _verifiers.setdefault(model, {})
+    with lock:  # one self-test a model at a time; calls on other models go on
         verifier = kept.get(key)
         if verifier is None:
             verifier = kept[key] = choose_verifier(model, config, plans)
-        elif verifier.store.refresh():
+        elif verifier.refresh():
             logger.info("a weight or an adapter has changed since the last call; its FP32 copy was dropped.")
     return verifier
 

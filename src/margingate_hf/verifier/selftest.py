@@ -1,11 +1,14 @@
 """Checks a verifier on this machine and this model before it is trusted, and takes the next safer plan where it fails.
 
-Parts, on ragged texts longer than a K/V block, a query tile and the default window:
+Parts, on ragged texts longer than a K/V block, a query tile, the default window, and every length that the config names
+(sliding windows, chunks, the original rotary length), which are lowered for the test:
 
 - *coverage*: every layer is of a type we know, our attention was called exactly once per layer, no operator ran
   unplanned, a forward leaves weights and buffers as they are;
 - *correctness*: logits equal the model's stock eager FP32 forward of each text alone within `TOLERANCE`;
 - *invariance*: the same tokens in other windows, batches and orders give the same bits, logits and cache.
+
+Everything runs on copies that share the model's weights: a call in another thread sees nothing of it.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ import torch
 from ..config import MarginGateConfig
 from ..dispatch import implementation
 from ..geometry import KV_BLOCK, Segment, verify_geometry
+from ..interfaces import forward_twin
+from ..layers import KNOWN_LAYER_TYPES, unknown_lengths
 from ..placement import execution_device
-from ..rope import needs_long_table
+from ..rope import needs_long_table, rotary_modules
 from .arithmetic import probe_elementwise, probe_reductions
 from .audit import OperatorAudit
 from .mode import StrictVerifierError
 from .plans import LinearPlan, probe_linear
-from .reference import reference_logits
+from .reference import eager_twin, reference_logits
 from .verifier import Verifier, n_layers
 
-KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # With exact K/V (three planes) verifier and reference differ by FP32 rounding alone. One operation rounds by 2^-24; a
 # logit is the end of a chain of products over up to thousands of terms and tens of layers whose errors add at random,
 # measured at 7e-7 of the logits' norm on a 30-layer model. A wrong scale, mask, position or cap moves logits by 1e-2
@@ -79,7 +83,11 @@ def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[s
         problem = probe_linear(plan, rounded.to(dtype), config.precision)
         if problem:
             return f"invariance: {problem}", None
-    return self_test(verifier), verifier
+    verifier.twin = forward_twin(model, short=True)
+    try:
+        return self_test(verifier), verifier
+    finally:
+        verifier.twin = forward_twin(model)
 
 
 def check_architecture(model: Any) -> str | None:
@@ -93,6 +101,9 @@ def check_architecture(model: Any) -> str | None:
     unknown = declared - KNOWN_LAYER_TYPES
     if unknown:
         return f"coverage: layer types {sorted(unknown)} are none of {sorted(KNOWN_LAYER_TYPES)}"
+    lengths = unknown_lengths(config)
+    if lengths:
+        return f"coverage: {', '.join(lengths)} may limit what a layer sees, and the self-test cannot lower it"
     return None
 
 
@@ -132,7 +143,7 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     audit = OperatorAudit()
     try:
         with audit, verifier.scope(geometry):
-            verifier.model(
+            verifier.twin(
                 input_ids=torch.tensor([text], device=verifier.device),
                 position_ids=geometry.positions[None],
                 cache=cache,
@@ -158,7 +169,7 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
 def _correctness(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
     for text, logits in zip(texts, alone, strict=True):
         with torch.no_grad():
-            reference = reference_logits(verifier.model, text)
+            reference = reference_logits(verifier.model, text, short=True)
         error = float((logits - reference).norm() / reference.norm())
         if not error <= TOLERANCE:
             return (
@@ -187,23 +198,34 @@ def _memory(verifier: Verifier, text: list[int]) -> str | None:
     """
     A forward that changes its own buffers (CTRL rounds its position table) makes a text depend on earlier calls.
     """
-    verifier.store.refresh()
+    twin = eager_twin(verifier.model)
+    for module in twin.modules():  # the model's own stay as they are
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.clone()
+    before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     with torch.no_grad():
-        verifier.model(input_ids=torch.tensor([text], device=verifier.device), use_cache=False)
-    changed = verifier.store.refresh()
+        twin(input_ids=torch.tensor([text], device=verifier.device), use_cache=False)
+    after = dict(twin.named_buffers())
+    changed = {name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))}
+    changed |= verifier.store.refresh()
+    changed -= {name for name in changed if "inv_freq" in name and rotary_modules(twin)}  # ours are pinned
     return f"coverage: the model's own forward changes its weights or buffers {sorted(changed)}" if changed else None
+
+
+def _same(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    return before is not None and after is not None and torch.equal(before, after)
 
 
 def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:
     cache = verifier.new_cache(len(texts), 3)
-    cache.long_rows = [needs_long_table(verifier.model, len(text)) for text in texts]
+    cache.long_rows = [needs_long_table(verifier.twin, len(text)) for text in texts]
     logits = verifier.run(cache, [Segment(slot, 0, text) for slot, text in enumerate(texts)])
     return list(logits.split([len(text) for text in texts]))
 
 
 def _run_cut(verifier: Verifier, text: list[int]) -> torch.Tensor:
     cache = verifier.new_cache(1, 3)
-    cache.long_rows = [needs_long_table(verifier.model, len(text))]
+    cache.long_rows = [needs_long_table(verifier.twin, len(text))]
     parts, start, turn = [], 0, 0
     while start < len(text):
         size = WINDOWS[turn] if turn < len(WINDOWS) else len(text)

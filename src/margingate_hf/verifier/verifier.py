@@ -14,13 +14,13 @@ import torch
 from ..cache import CacheIdentity, MarginGateCache
 from ..dispatch import implementation
 from ..geometry import Segment, VerifyGeometry, geometry_scope, verify_geometry
-from ..interfaces import installed
+from ..interfaces import forward_twin
 from ..placement import execution_device
 from ..schedule import CostMeter
 from .draft_products import DraftProducts
 from .mode import VerifierMode
 from .plans import LinearPlan
-from .precision import full_precision
+from .precision import check_precision
 from .weights import WeightStore
 
 # Tokens of one pass. Longer prompts are cut; the cut cannot change a bit, it bounds the memory of a pass.
@@ -58,12 +58,24 @@ class Verifier:
         # Whether the model computes with what the cache returns before it calls attention; the self-test finds out.
         self.derives = False
         self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
-        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self.twin = forward_twin(model)
 
     @property
     def model(self) -> Any:
-        """The model, held weakly by the weight store."""
+        """The user's model, held weakly by the weight store."""
         return self.store.model
+
+    def refresh(self) -> set[str]:
+        """
+        Takes up what has changed in the model since the last call: weights, adapters, hooks.
+
+        Returns:
+            Names of the tensors that had changed.
+        """
+        changed = self.store.refresh()
+        self.twin = forward_twin(self.model)
+        return changed
 
     @property
     def name(self) -> str:
@@ -147,6 +159,8 @@ class Verifier:
         """Logits of the tokens that are kept, `[kept, vocabulary]`, float32."""
         device = self.device
         segments = [piece.segment for piece in part]
+        for segment in segments:
+            cache.touch(segment.slot, segment.stop)
         geometry = verify_geometry(segments, device)
         geometry.long = cache.long_flags(geometry.slots.tolist(), device)
         ids = torch.tensor([[token for segment in segments for token in segment.tokens]], device=device)
@@ -156,7 +170,7 @@ class Verifier:
         wanted = torch.tensor(indices or [0], device=device)
         extra = {"logits_to_keep": wanted} if self.keeps_logits else {}
         with self.scope(geometry):
-            logits = self.model(
+            logits = self.twin(
                 input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
         logits = (logits if self.keeps_logits else logits[wanted])[: len(indices)]
@@ -167,16 +181,15 @@ class Verifier:
     @contextlib.contextmanager
     def scope(self, geometry: VerifyGeometry) -> Iterator[None]:
         """Everything that makes one forward of the model a verifier pass, undone on every way out."""
+        check_precision(self.device)
         with (
             torch.no_grad(),
             torch.autocast(self.device.type, enabled=False),
-            torch.compiler.set_stance("force_eager"),
-            full_precision(),
-            installed(self.model),
             geometry_scope(geometry),
             self.mode,
         ):
             yield
+        check_precision(self.device)  # another thread may have lowered it meanwhile
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The model's weights, up-cast to FP32 and packed for the linear plan; never stale.
 
-`p.data` edits do not bump a tensor's version counter, so every `generate` call compares an exact integer checksum of
-every
-parameter and buffer with the one its packed copy was made from (one read of the weights), and drops what changed.
+`p.data` edits do not bump a tensor's version counter, so every `generate` call compares a hash of every parameter and
+buffer with the one its packed copy was made from (one read of the weights), and drops what changed.
 """
 
 from __future__ import annotations
@@ -11,48 +10,20 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 
+from ..hashing import digest, stamp
+from ..model_state import describe_state
 from ..placement import named_weights
 from .plans import LinearPlan, reorder
 from .precision import multiplies_bfloat16
 
 # Share of the memory free at the time that an FP32 copy may take when the user left the choice to us.
 RESIDENT_SHARE = 0.5
-
-
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """
-    Two exact integer sums over a tensor's bits: over columns and over rows of a fixed layout, each position with its
-    own odd weight. Any single changed element changes both; swapped elements change at least one.
-
-    Args:
-        tensor (`torch.Tensor`, any dtype and shape).
-
-    Returns:
-        Two int64 values. Equal for equal bits, on every machine of one byte order.
-    """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    tail = flat.numel() % 8
-    if tail or flat.storage_offset() % 8:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
-    words = flat.view(torch.int64)
-    width = 4096
-    body = words[: words.numel() // width * width].view(-1, width)
-    rest = words[body.numel() :]
-    by_column = body.sum(0) * _odd_weights(width, flat.device)
-    by_row = body.sum(1)
-    by_row = by_row * _odd_weights(by_row.numel(), flat.device)
-    last = rest * _odd_weights(rest.numel(), flat.device)
-    return int(by_column.sum() + last.sum()), int(by_row.sum() - 3 * last.sum())
-
-
-def _odd_weights(count: int, device: torch.device) -> torch.Tensor:
-    """Distinct odd multipliers; int64 arithmetic wraps, so an odd factor loses no bit."""
-    return torch.arange(count, dtype=torch.int64, device=device) * 0x5851F42D4C957F2D * 2 + 1
 
 
 class WeightStore:
@@ -72,7 +43,8 @@ class WeightStore:
         self._wanted = resident
         self._lock = threading.Lock()
         self._packed: dict[tuple, Any] = {}
-        self._sums: dict[str, tuple] = {}
+        self._weights: dict[str, _Entry] = {}
+        self._digests: dict[str, str] = {}
         self._owners: dict[int, str] = {}
         self.resident = False
         self.fingerprint = ""
@@ -93,32 +65,45 @@ class WeightStore:
 
     def refresh(self) -> set[str]:
         """
-        Compares checksums and drops packed copies of what changed.
+        Compares hashes and drops packed copies of what changed.
 
         Returns:
             Names of what had changed.
         """
-        sums: dict[str, tuple] = {}
+        weights: dict[str, _Entry] = {}
         owners: dict[int, str] = {}
-        for name, tensor in named_weights(self.model):
-            owners[tensor.untyped_storage().data_ptr()] = name
-            sums[name] = (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype), *checksum(tensor))
+        for name, tensor, stable in named_weights(self.model):
+            if stable:
+                owners[tensor.untyped_storage().data_ptr()] = name
+            address = tensor.data_ptr() if stable else 0
+            weights[name] = _Entry(address, tuple(tensor.shape), str(tensor.dtype), stamp(tensor))
         with self._lock:
-            changed = {name for name in sums.keys() | self._sums.keys() if sums.get(name) != self._sums.get(name)}
+            before = self._weights
+            changed = {name for name in weights.keys() | before.keys() if weights.get(name) != before.get(name)}
             if changed:
-                stale = {self._sums[name][0] for name in changed if name in self._sums}
-                stale |= {sums[name][0] for name in changed if name in sums}
+                stale = {entry[name].address for entry in (weights, before) for name in changed if name in entry}
                 storages = {ptr for ptr, name in (*owners.items(), *self._owners.items()) if name in changed}
                 self._packed = {
                     key: value for key, value in self._packed.items() if key[0] not in storages and key[1] not in stale
                 }
-                self._sums, self._owners = sums, owners
-            # Also where no tensor changed: the active adapter is not in any of them.
-            self.fingerprint = _digest(sums, _adapters(self.model))
+                self._weights, self._owners = weights, owners
+                self._digests = self._digests_of(weights)
+            # Also where no tensor changed: what else a forward reads is in none of them.
+            self.fingerprint = _fingerprint(weights, self._digests, describe_state(self.model))
             self.resident = self._decide()
             if not self.resident:
                 self._packed.clear()
-        return changed
+        return {name for name in changed if _content(weights.get(name)) != _content(before.get(name))}
+
+    def _digests_of(self, weights: dict[str, _Entry]) -> dict[str, str]:
+        """The portable hash of every tensor; on CPU the stamps are just that."""
+        known = {self._weights[name].stamp: value for name, value in self._digests.items() if name in self._weights}
+        found = {}
+        for name, tensor, _ in named_weights(self.model):
+            if name in weights:
+                mark = weights[name].stamp
+                found[name] = mark if tensor.device.type == "cpu" else known.get(mark) or digest(tensor)
+        return found
 
     def _decide(self) -> bool:
         if not self.plan.copies_weights:
@@ -127,13 +112,15 @@ class WeightStore:
             return self._wanted
         if self._packed:
             return True
-        weights = [tensor for _, tensor in named_weights(self.model) if tensor.dim() >= 2]
+        weights = [tensor for _, tensor, _ in named_weights(self.model) if tensor.dim() >= 2]
         need = sum((4 + 2 * self.keeps_short(tensor)) * tensor.numel() for tensor in weights)
         return need <= RESIDENT_SHARE * psutil.virtual_memory().available
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is, or is a view of, a parameter or buffer of the model."""
-        return tensor.untyped_storage().data_ptr() in self._owners
+        if tensor.untyped_storage().data_ptr() in self._owners:
+            return True
+        return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
     def is_head(self, weight: torch.Tensor) -> bool:
         """Whether a matrix is the model's output embedding."""
@@ -150,10 +137,13 @@ class WeightStore:
             return self.plan.pack_once(weight.detach())
         return self._kept("plan", weight, self.plan.pack)
 
-    @staticmethod
-    def keeps_short(weight: torch.Tensor) -> bool:
+    def keeps_short(self, weight: torch.Tensor) -> bool:
         """Whether a resident weight is also packed in 16 bits, for fast steps."""
         return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bfloat16()
+
+    def stays(self, weight: torch.Tensor) -> bool:
+        """Whether a weight is the model's own and lies where it lay at the last `refresh`: its packed copy can be kept."""
+        return weight.untyped_storage().data_ptr() in self._owners
 
     def short(self, weight: torch.Tensor) -> Any:
         """A weight `[out, in]` in its own 16 bits, in oneDNN's layout; kept."""
@@ -170,22 +160,25 @@ class WeightStore:
 
     def linear_shapes(self) -> Iterable[torch.Size]:
         """Distinct shapes of the model's matrices, for the probe."""
-        shapes = {tensor.shape[-2:] for _, tensor in named_weights(self.model) if tensor.dim() >= 2}
+        shapes = {tensor.shape[-2:] for _, tensor, _ in named_weights(self.model) if tensor.dim() >= 2}
         return sorted(shapes, key=tuple)
 
 
-def _adapters(model: torch.nn.Module) -> list[str]:
-    """State of PEFT layers that is not in any tensor: which adapters act, merged or not, and how strongly."""
-    found = []
-    for name, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
-            scaling = sorted(dict(getattr(module, "scaling", {})).items())
-            state = (module.active_adapters, module.merged_adapters, module.disable_adapters, scaling)
-            found.append(f"{name}:{state}")
-    return found
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as it was at the last `refresh`; `address` is 0 where accelerate loads it anew for each forward."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    stamp: str
 
 
-def _digest(sums: dict[str, tuple], adapters: list[str]) -> str:
-    """Hash of names, shapes, dtypes and checksums; addresses left out, so it is the same in every process."""
-    text = repr([(name, entry[1:]) for name, entry in sorted(sums.items())]) + repr(adapters)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _content(entry: _Entry | None) -> tuple | None:
+    return None if entry is None else (entry.shape, entry.dtype, entry.stamp)
+
+
+def _fingerprint(weights: dict[str, _Entry], digests: dict[str, str], state: str) -> str:
+    """Hash of names, shapes, dtypes, contents and state; addresses left out, so it is the same in every process."""
+    tensors = [(name, entry.shape, entry.dtype, digests[name]) for name, entry in sorted(weights.items())]
+    return hashlib.sha256(f"{tensors!r}\n{state}".encode()).hexdigest()[:32]
