@@ -9,7 +9,6 @@ from .enabling import MarginGateModelForCausalLM, disable, enable
 from .engine import MarginGateEngine, MarginGateGenerationOutput
 from .gate import MarginGateLogitsProcessor
 from .generation import MarginGateGenerationMixin
-from .hint import install_hint
 from .outputs import MarginGateOutput, MarginGateStatistics, RowStatistics
 from .receipts import Receipt
 from .replaying import Replay, Transcript, replay, replay_all
@@ -39,5 +38,3 @@ __all__ = [
     "replay",
     "replay_all",
 ]
-
-install_hint()

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from .dispatch import implementation
 from .fixed_plan import fixed_plan
 from .geometry import VerifyGeometry, current_geometry, whole_blocks
-from .planes import round_to_planes
+from .planes import largest_held, round_to_planes
 from .stores import ColumnStore
 
 
@@ -95,9 +95,23 @@ class MarginGateLayer(DynamicLayer):
             assert self.stores is not None
             keys, values = self.stores
             if isinstance(geometry, VerifyGeometry):
-                flat = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+                flat = [self._held(states[0].transpose(0, 1), geometry) for states in (key_states, value_states)]
                 return geometry.hand(keys.repair(flat[0], geometry), values.repair(flat[1], geometry))
             return keys.write_draft(key_states[:, :, 0], geometry), values.write_draft(value_states[:, :, 0], geometry)
+
+    def _held(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+        """
+        Keys or values, float32 `[tokens, heads, dim]`, as the cache can hold them. A masked key is weighed by an exact 0,
+        which NaN and infinity would survive: they are replaced here and their tokens marked, so that whatever is
+        computed from them ends its row by an error, and nothing else is touched.
+        """
+        limit = largest_held(self._cache.dtype, self._cache.kv_planes)
+        if states.device.type == "cpu":  # elsewhere looking costs more than replacing
+            low, high = (float(value) for value in states.aminmax())
+            if -limit <= low and high <= limit:
+                return states
+        geometry.mark_broken(~(states.abs().amax((1, 2)) <= limit))
+        return states.nan_to_num(0.0, limit, -limit).clamp(-limit, limit)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchanges two rows in place."""
@@ -170,6 +184,8 @@ class MarginGateCache(DynamicCache):
         verified (`list[int]`): leading columns of each row that a verifier pass has written.
         reach (`list[int]`): columns of each row that may hold anything but zeros.
         long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
+        broken (`list[int | None]`): the first column of each row that holds a replacement for a key or value that was NaN
+            or too large; nothing from there on is canonical.
         adapters (`list[str | None]`): the PEFT adapter of each row, where a call gives each its own.
         identity ([`CacheIdentity`]): what the columns were computed with.
     """
@@ -188,6 +204,7 @@ class MarginGateCache(DynamicCache):
         self.verified: list[int] = [0] * rows
         self.reach: list[int] = [0] * rows
         self.long_rows: list[bool] = [False] * rows
+        self.broken: list[int | None] = [None] * rows
         self.adapters: list[str | None] = [None] * rows
         self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
 
@@ -227,6 +244,16 @@ class MarginGateCache(DynamicCache):
         """Notes that a forward is about to write a row's columns up to `length`, whether or not it will return."""
         self.reach[slot] = max(self.reach[slot], length)
 
+    def mark_broken(self, slot: int, position: int) -> None:
+        """Notes that a column of a row holds a replacement for what could not be held."""
+        first = self.broken[slot]
+        self.broken[slot] = position if first is None else min(first, position)
+
+    def sound(self, slot: int) -> int:
+        """Verified columns of a row before the first that holds a replacement."""
+        first = self.broken[slot]
+        return self.verified[slot] if first is None else min(first, self.verified[slot])
+
     def rollback(self, slot: int, length: int) -> None:
         """
         Drops a row's columns from `length` on. They are zeroed: a later query masks them, and only a finite number
@@ -239,6 +266,8 @@ class MarginGateCache(DynamicCache):
             raise ValueError(f"`length` must be between 0 and {len(self.tokens[slot])}, got {length}.")
         del self.tokens[slot][length:]
         self.verified[slot] = min(self.verified[slot], length)
+        broken = self.broken[slot]
+        self.broken[slot] = None if broken is None or broken >= length else broken
         if self.reach[slot] > length:
             for store in self._stores():
                 store.clear(slot, length, self.reach[slot])
@@ -301,6 +330,7 @@ class MarginGateCache(DynamicCache):
         self.verified = [self.verified[row] for row in rows]
         self.reach = [self.reach[row] for row in rows]
         self.long_rows = [self.long_rows[row] for row in rows]
+        self.broken = [self.broken[row] for row in rows]
         self.adapters = [self.adapters[row] for row in rows]
         self.rows = len(rows)
 
@@ -334,6 +364,7 @@ class MarginGateCache(DynamicCache):
         self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
         self.reach[a], self.reach[b] = self.reach[b], self.reach[a]
         self.long_rows[a], self.long_rows[b] = self.long_rows[b], self.long_rows[a]
+        self.broken[a], self.broken[b] = self.broken[b], self.broken[a]
         self.adapters[a], self.adapters[b] = self.adapters[b], self.adapters[a]
 
     def long_flags(self, slots: Sequence[int], device: torch.device) -> torch.Tensor | None:
@@ -348,7 +379,7 @@ class MarginGateCache(DynamicCache):
 
     def common_prefix(self, slot: int, tokens: Sequence[int]) -> int:
         """How many leading `tokens` a row's verified columns already hold."""
-        held = self.tokens[slot][: self.verified[slot]]
+        held = self.tokens[slot][: self.sound(slot)]
         for index, (mine, theirs) in enumerate(zip(held, tokens, strict=False)):
             if mine != theirs:
                 return index

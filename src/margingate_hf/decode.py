@@ -7,15 +7,17 @@ reaches a streamer, a stopping criterion or the output.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .cache import MarginGateCache
 from .calibration_record import calibrated
@@ -25,7 +27,7 @@ from .dispatch import implementation
 from .geometry import DecodeGeometry, Segment, geometry_scope
 from .outputs import MarginGateStatistics, RowStatistics
 from .prefix import PREFIX_BLOCK, PrefixStore, block_keys
-from .receipts import receipt_of
+from .receipts import Rules, describe_processor, receipt_of
 from .rope import needs_long_table
 from .rows import Row, compare
 from .schedule import Pending, should_verify
@@ -69,6 +71,12 @@ class DecodeRequest:
     shared: frozenset[int] | None = None
     isolate: bool = False
 
+    @property
+    def rules(self) -> Rules:
+        """What may end a row beside its limit."""
+        rules = [*self.criteria, *([] if self.stop is None else [self.stop])]
+        return Rules(tuple(sorted(self.eos)), tuple(map(describe_processor, rules)))
+
 
 class DecodeLoop:
     """
@@ -97,12 +105,14 @@ class DecodeLoop:
         if request.prefixes is not None:
             request.prefixes.bind(self.cache)
         self.calibrated = calibrated(self.config, verifier)
-        self.notes = list(self.calibrated.notes)
+        self.notes = [*self.calibrated.notes, *_clock_notes(request.criteria)]
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
             fingerprint=verifier.store.fingerprint,
             config=self.config.to_dict(),
         )
+        for row in self.rows:  # a processor that cannot be described should fail before the work, not after it
+            self.receipt(row)
 
     def _new_cache(self, places: int) -> MarginGateCache:
         return self.verifier.new_cache(places, self.config.kv_planes)
@@ -149,6 +159,7 @@ class DecodeLoop:
             if self.request.max_rows is not None:
                 self.cache.clear(row.slot)
             self.cache.long_rows[row.slot] = needs_long_table(self.model, len(row.prompt) + row.limit)
+            self.cache.adapters[row.slot] = row.adapter
             row.read = row.reused
             self.active.append(row)
 
@@ -268,27 +279,37 @@ class DecodeLoop:
 
     def _fast_step(self) -> torch.Tensor:
         """One token more in every active row's cache; logits `[rows, vocabulary]`, the model's dtype."""
-        device = self.device
         tokens = [row.last for row in self.active]
         positions = [row.verified + len(row.drafts) for row in self.active]
         self.cache.reserve(max(positions) + 1)
         for row, position in zip(self.active, positions, strict=True):
             self.cache.touch(row.slot, position + 1)
-        long = self.cache.long_flags([row.slot for row in self.active], device)
-        geometry = DecodeGeometry(
-            torch.tensor(positions, device=device), max(positions) + 1, long, product=self._product()
-        )
-        with geometry_scope(geometry):
-            logits = self.verifier.twin(
-                input_ids=torch.tensor(tokens, device=device)[:, None],
-                position_ids=geometry.positions[:, None],
-                cache=self.cache,
-                use_cache=True,
-            ).logits[:, -1]
+        parts = [self._fast_forward(rows) for rows in _alike(self.active)]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         for row, position, token in zip(self.active, positions, tokens, strict=True):
             self.cache.extend(row.slot, position, [token], verified=False)
         self.statistics.fast_steps += 1
         self.statistics.row_steps += len(self.active)
+        return logits
+
+    def _fast_forward(self, rows: Sequence[Row]) -> torch.Tensor:
+        """The model's own forward on one token of each of consecutive rows; logits `[rows, vocabulary]`."""
+        device = self.device
+        positions = [row.verified + len(row.drafts) for row in rows]
+        geometry = DecodeGeometry(
+            torch.tensor(positions, device=device),
+            max(positions) + 1,
+            self.cache.long_flags([row.slot for row in rows], device),
+            first=rows[0].slot,
+            product=self._product(),
+        )
+        with geometry_scope(geometry):
+            logits: torch.Tensor = self.verifier.twin_for(rows[0].adapter)(
+                input_ids=torch.tensor([row.last for row in rows], device=device)[:, None],
+                position_ids=geometry.positions[:, None],
+                cache=self.cache,
+                use_cache=True,
+            ).logits[:, -1]
         return logits
 
     def _best(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -304,7 +325,7 @@ class DecodeLoop:
     @staticmethod
     def _scores(row: Row, logits: torch.Tensor) -> torch.Tensor:
         ids = [*row.prompt, *row.committed, *row.drafts]
-        return row.perturb(row.process(ids, logits.float()), len(ids))
+        return row.perturb(row.process(ids, logits.float(), draft=True), len(ids))
 
     def _commit(self, row: Row, logits: torch.Tensor) -> None:
         """Compares, commits and rolls back a row; `logits` is `[pending tokens, vocabulary]`."""
@@ -388,7 +409,7 @@ class DecodeLoop:
         if not self.config.receipt:
             return None
         statistics = self.statistics
-        return receipt_of(row, self.config, statistics.fingerprint, statistics.plan).to_dict()
+        return receipt_of(row, self.config, self.request.rules, statistics.fingerprint, statistics.plan).to_dict()
 
     def totals(self) -> MarginGateStatistics:
         """Adds up the rows' statistics."""
@@ -418,3 +439,14 @@ class DecodeLoop:
         for note in total.notes:
             logger.warning_once(note)  # type: ignore[attr-defined]  # transformers adds it to every logger
         return total
+
+
+def _alike(rows: list[Row]) -> list[list[Row]]:
+    """Runs of consecutive rows that share an adapter."""
+    return [list(run) for _, run in itertools.groupby(rows, key=lambda row: row.adapter)]
+
+
+def _clock_notes(criteria: StoppingCriteriaList) -> list[str]:
+    """What makes the length of an output depend on the clock, in words."""
+    timed = [item.max_time for item in criteria if isinstance(item, MaxTimeCriteria)]
+    return [f"max_time={seconds}: where an output ends depends on the machine's speed" for seconds in timed]

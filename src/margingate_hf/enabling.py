@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .generation import MarginGateGenerationMixin, enabled_class
 from .verifier import forget_verifiers
+
+
+_FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def _unwrapped(model: Any) -> Any:
@@ -70,9 +76,29 @@ class MarginGateModelForCausalLM:
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Arguments of [`~transformers.AutoModelForCausalLM.from_pretrained`]; returns the enabled model."""
-        return enable(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+        model = enable(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+        _keep_entry(model, str(args[0] if args else kwargs["pretrained_model_name_or_path"]), kwargs)
+        return model
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """Arguments of [`~transformers.AutoModelForCausalLM.from_config`]; returns the enabled model, in eval mode."""
         return enable(AutoModelForCausalLM.from_config(*args, **kwargs).eval())
+
+
+def _keep_entry(model: Any, name_or_path: str, arguments: dict[str, Any]) -> None:
+    """
+    Takes `margin_gate` from a checkpoint's generation config: transformers drops unknown entries of a file that says it
+    was derived from the model's config.
+    """
+    config = model.generation_config
+    if getattr(config, "margin_gate", None) is not None:
+        return
+    passed = {name: arguments[name] for name in _FILE_ARGUMENTS if name in arguments}
+    try:
+        path = cached_file(name_or_path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **passed)
+    except OSError:  # no such file, or not reachable: there is nothing to keep
+        return
+    entry = json.loads(Path(path).read_text()).get("margin_gate") if path else None
+    if entry is not None:
+        config.margin_gate = entry

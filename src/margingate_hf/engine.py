@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from .batch_inputs import as_prompts
 from .config import MarginGateConfig
 from .decode import DecodeRequest
 from .geometry import whole_blocks
@@ -119,74 +122,74 @@ class MarginGateEngine:
             prefix_bytes = int(PREFIX_SHARE * psutil.virtual_memory().available)
         self.prefixes = PrefixStore(prefix_bytes)
         self.statistics = MarginGateStatistics()
-        self._rows: dict[str, Row] = {}
+        self._runs: weakref.WeakSet[EngineRun] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def iterate(
         self,
-        inputs: Sequence[Sequence[int]],
+        inputs: Any,
         generation_config: Any = None,
         progress_bar: bool = False,
         stop: Callable[[list[int], list[int]], bool] | None = None,
+        sample_numbers: Sequence[int] | None = None,
         **kwargs: Any,
-    ) -> Iterator[MarginGateGenerationOutput]:
+    ) -> EngineRun:
         """
         Decodes prompts and yields each as it finishes.
 
         Args:
-            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding.
+            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding. Also a 2-D tensor, a
+                [`~transformers.BatchEncoding`] with its mask, or any iterable of prompts.
             generation_config ([`~transformers.GenerationConfig`], *optional*): as for `generate`.
             progress_bar (`bool`, *optional*, defaults to `False`): show one.
             stop (`Callable`, *optional*): asked after every committed token with a prompt's ids and its new ones,
                 whether it ends there.
+            sample_numbers (`Sequence[int]`, *optional*): which sample of its prompt each prompt is, where one is given
+                several times with `do_sample=True`; all 0 by default.
             kwargs: any argument of `generate` that is not about one padded batch: `max_new_tokens`,
                 `stopping_criteria`, `logits_processor`, `stop_strings`, `tokenizer`, ...
 
-        Yields:
-            [`MarginGateGenerationOutput`], in the order of finishing. `request_id` is `"req_{i}"` for prompt `i`, with
-            `"__child#{k}"` behind it for the further samples of `num_return_sequences`. A prompt whose own processor or
-            criterion raised has status `FAILED` and the `error`; the others are untouched.
+        Returns:
+            [`EngineRun`], an iterator of [`MarginGateGenerationOutput`] in the order of finishing. `request_id` is
+            `"req_{i}"` for prompt `i`, with `"__child#{k}"` behind it for the further samples of
+            `num_return_sequences`. A prompt whose own processor or criterion raised, or whose logits are not finite,
+            has status `FAILED` and the `error`; the others are untouched. So have all that are unfinished when the
+            model's weights are changed meanwhile.
 
         Raises:
             As `generate`, before any work starts.
         """
-        if not inputs:
-            return
-        request = self.model.prepare_batch(inputs, self.gate, generation_config, **kwargs)
-        verifier = verifier_for(self.model, self.gate)
-        samples = len(request.rows) // len(inputs)
-        names = {row.index: _name(row.index, samples) for row in request.rows}
-        self._rows = {names[row.index]: row for row in request.rows}
-        request.stop = stop
-        self._admit_by(request, verifier)
-        loop = loop_for(self.model, verifier, request)
-        bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
-        with logging_redirect_tqdm([logger]), bar:
-            while loop.unfinished:
-                with torch.no_grad():
-                    finished = loop.step()
-                for row in finished:
-                    bar.update(1)
-                    yield _output(names[row.index], row, loop.receipt(row))
-        request.rows.sort(key=lambda row: row.index)
-        self.statistics = loop.totals()
+        prompts = as_prompts(inputs, self.model)
+        run = EngineRun(self, prompts, generation_config, progress_bar, stop, sample_numbers, kwargs)
+        with self._lock:
+            self._runs.add(run)
+        return run
 
     def generate(
-        self, inputs: Sequence[Sequence[int]], generation_config: Any = None, progress_bar: bool = False, **kwargs: Any
+        self, inputs: Any, generation_config: Any = None, progress_bar: bool = False, **kwargs: Any
     ) -> dict[str, MarginGateGenerationOutput]:
         """All of [`~MarginGateEngine.iterate`], by `request_id`, in the order of the prompts."""
-        found = {
-            output.request_id: output for output in self.iterate(inputs, generation_config, progress_bar, **kwargs)
-        }
-        return {name: found[name] for name in self._rows} if inputs else {}
+        run = self.iterate(inputs, generation_config, progress_bar, **kwargs)
+        found = {output.request_id: output for output in run}
+        return {name: found[name] for name in run.request_ids}
 
     def cancel(self, request_id: str) -> None:
         """
         Ends a prompt of the running [`~MarginGateEngine.iterate`]; it is yielded with the tokens it has.
 
         Raises:
-            `KeyError`: no such prompt.
+            `KeyError`: no such prompt. `ValueError`: several runs have one; use [`EngineRun.cancel`].
         """
-        self._rows[request_id].cancelled = True
+        with self._lock:
+            runs = [run for run in self._runs if request_id in run.request_ids and not run.finished]
+        if not runs:
+            raise KeyError(request_id)
+        if len(runs) > 1:
+            raise ValueError(
+                f"`request_id`={request_id!r} is in {len(runs)} runs of this engine; call `cancel` of the iterator that "
+                "`iterate` returned."
+            )
+        runs[0].cancel(request_id)
 
     def _admit_by(self, request: DecodeRequest, verifier: Verifier) -> None:
         """Fills in the places, the chunk and the order of admission."""
@@ -201,9 +204,91 @@ class MarginGateEngine:
         # A column that was trusted, not verified, is no function of its tokens: nothing to share.
         exact = self.gate.coverage == "full"
         request.prefixes = self.prefixes if self.prefixes.budget and exact else None
-        self.prefixes.wanted = None if self.reuse_later else shared_blocks([row.prompt for row in request.rows])
+        request.shared = None if self.reuse_later else shared_blocks([row.prompt for row in request.rows])
         if self.order == "longest":
             request.rows.sort(key=lambda row: (-len(row.prompt), row.index))
+
+
+class EngineRun(Iterator[MarginGateGenerationOutput]):
+    """
+    One call of [`~MarginGateEngine.iterate`]: an iterator of outputs in the order of finishing.
+
+    Attributes:
+        request_ids: of all its prompts and samples, in order.
+        finished: whether every prompt has ended or the run was closed.
+    """
+
+    def __init__(
+        self,
+        engine: MarginGateEngine,
+        prompts: list[list[int]],
+        generation_config: Any,
+        progress_bar: bool,
+        stop: Callable[[list[int], list[int]], bool] | None,
+        sample_numbers: Sequence[int] | None,
+        arguments: dict[str, Any],
+    ):
+        self._engine = engine
+        self._rows: dict[str, Row] = {}
+        self.finished = not prompts
+        if not prompts:
+            self._outputs: Iterator[MarginGateGenerationOutput] = iter(())
+            return
+        model, gate = engine.model, engine.gate
+        if not getattr(model, "_margin_gate_enabled", False):
+            raise refuse("model", type(model).__name__, "it was disabled; call `margingate_hf.enable(model)` again")
+        request = model.prepare_batch(prompts, gate, generation_config, sample_numbers, **arguments)
+        request.stop = stop
+        samples = len(request.rows) // len(prompts)
+        self._rows = {_name(row.index, samples): row for row in request.rows}
+        self._outputs = self._decode(request, progress_bar)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all prompts and samples, in order."""
+        return list(self._rows)
+
+    def __next__(self) -> MarginGateGenerationOutput:
+        return next(self._outputs)
+
+    def cancel(self, request_id: str) -> None:
+        """
+        Ends a prompt; it is yielded with the tokens it has.
+
+        Raises:
+            `KeyError`: no such prompt in this run.
+        """
+        self._rows[request_id].cancelled = True
+
+    def close(self) -> None:
+        """Gives up what is unfinished."""
+        self.finished = True
+        self._outputs = iter(())
+
+    def _decode(self, request: DecodeRequest, progress_bar: bool) -> Iterator[MarginGateGenerationOutput]:
+        engine = self._engine
+        names = {row.index: name for name, row in self._rows.items()}
+        verifier = verifier_for(engine.model, engine.gate)
+        engine._admit_by(request, verifier)
+        loop = loop_for(engine.model, verifier, request)
+        bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
+        try:
+            with logging_redirect_tqdm([logger]), bar:
+                while loop.unfinished:
+                    with torch.no_grad():
+                        finished = loop.step()
+                    for row in finished:
+                        bar.update(1)
+                        yield _output(names[row.index], row, loop.receipt(row))
+                    if finished and loop.unfinished:
+                        verifier.refresh()  # the caller had the model for a while; `step` looks whether it is the same
+        finally:
+            self.finished = True
+        request.rows.sort(key=lambda row: row.index)
+        verifier.refresh()
+        if verifier.store.fingerprint != loop.statistics.fingerprint:
+            engine.prefixes.clear()  # some of what was kept may be of neither
+        engine.statistics = loop.totals()
 
 
 def _name(index: int, samples: int) -> str:

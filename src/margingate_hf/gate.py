@@ -76,7 +76,7 @@ class MarginGateLogitsProcessor(LogitsProcessor):
     @property
     def margins(self) -> torch.Tensor:
         """Margins in logits, float32 `[rows, steps]`."""
-        return torch.stack(self._margins, dim=-1) if self._margins else torch.empty(0, 0)
+        return torch.stack(self._margins, dim=-1) if self._margins else torch.empty(0, 0, dtype=torch.float32)
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -137,7 +137,7 @@ class GatedLoop(DecodeLoop):
         long = self.cache.long_flags([step.row.slot], self.device)
         geometry = DecodeGeometry(position, step.position + 1, long, first=step.row.slot)
         with geometry_scope(geometry):
-            return self.verifier.twin(
+            return self.verifier.twin_for(step.row.adapter)(
                 input_ids=torch.tensor([[step.last]], device=self.device),
                 position_ids=position[:, None],
                 cache=self.cache,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .adapters import row_adapters
+from .batch_inputs import as_prompts
 from .cache import CacheIdentity, MarginGateCache
 from .config import MarginGateConfig
 from .decode import DecodeRequest
@@ -25,6 +28,7 @@ from .loops import decode
 from .noise import GumbelNoise
 from .outputs import MarginGateOutput
 from .placement import execution_device
+from .processors import keeps_state, row_copies
 from .requests import (
     check_call,
     check_gate,
@@ -54,7 +58,9 @@ class _Call:
     min_new_tokens: int | None = None
     min_length: int = 0
     processor_arguments: dict[str, Any] | None = None
+    streams: bool = False
     prepare_only: bool = False
+    sample_numbers: Sequence[int] | None = None
 
     def limit(self, prompt: int) -> int:
         """New tokens of a row; `max_length` counts the row's own tokens, not its padding."""
@@ -91,27 +97,29 @@ class MarginGateGenerationMixin(GenerationMixin):
         """
         names = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
         named = {**dict(zip(names, args, strict=False)), **kwargs}
-        gate = self._resolve_gate(margin_gate, named.get("generation_config"))
+        streamer = named.get("streamer")
+        with _ends_on_error(streamer):
+            gate = self._resolve_gate(margin_gate, named.get("generation_config"))
         if gate is None:
             # Passed on only where it must override an entry of a generation config; stock code would refuse it.
             extra = {} if margin_gate is ... else {"margin_gate": None}
             return super().generate(*args, **extra, **kwargs)
-        ids = named.get("inputs", named.get("input_ids"))
-        check_model(self)
-        check_gate(self, gate)
-        check_call(named, None if ids is None else len(ids))
-        call = _Call(gate, mask_given=named.get("attention_mask") is not None, cache=kwargs.pop("cache", None))
-        streamer = named.get("streamer")
-        try:
+        with _ends_on_error(streamer):
+            ids = named.get("inputs", named.get("input_ids"))
+            check_model(self)
+            check_gate(self, gate)
+            check_call(self, named, None if ids is None else len(ids))
+            call = _Call(
+                gate,
+                mask_given=named.get("attention_mask") is not None,
+                cache=kwargs.pop("cache", None),
+                streams=streamer is not None,
+            )
             return super().generate(*args, margin_gate=call, **kwargs)
-        except BaseException:
-            if streamer is not None:
-                streamer.end()  # a consumer in another thread would wait for ever
-            raise
 
     def generate_batch(
         self,
-        inputs: Sequence[Sequence[int]],
+        inputs: Any,
         generation_config: GenerationConfig | None = None,
         *args: Any,
         margin_gate: Any = ...,
@@ -124,7 +132,8 @@ class MarginGateGenerationMixin(GenerationMixin):
         are those of `generate(..., margin_gate=...)` on it alone.
 
         Args:
-            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding.
+            inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding. Also a 2-D tensor, a
+                [`~transformers.BatchEncoding`] with its mask, or any iterable of prompts.
             generation_config ([`~transformers.GenerationConfig`], *optional*): as for `generate`.
             margin_gate ([`MarginGateConfig`], `dict` or `bool`, *optional*): as for `generate`.
             engine ([`MarginGateEngine`], *optional*): one to use, whose columns are kept for the next call.
@@ -153,6 +162,7 @@ class MarginGateGenerationMixin(GenerationMixin):
         inputs: Sequence[Sequence[int]],
         gate: MarginGateConfig,
         generation_config: GenerationConfig | None = None,
+        sample_numbers: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> DecodeRequest:
         """
@@ -160,13 +170,16 @@ class MarginGateGenerationMixin(GenerationMixin):
 
         Args:
             inputs (`Sequence[Sequence[int]]`): token ids of each prompt, no padding, none empty.
+            sample_numbers (`Sequence[int]`, *optional*): which sample of its prompt each row is, where one prompt is
+                given several times.
 
         Raises:
             As `generate`.
         """
-        for index, prompt in enumerate(inputs):
-            if not len(prompt):
-                raise refuse("inputs", f"prompt {index} is empty", "a prompt needs at least one token")
+        if not getattr(self, "_margin_gate_enabled", False):
+            raise refuse("model", type(self).__name__, "it was disabled; call `margingate_hf.enable(model)` again")
+        check_model(self)
+        inputs = as_prompts(inputs, self)
         for name in ("input_ids", "attention_mask", "cache", "past_key_values", "streamer"):
             if kwargs.get(name) is not None:
                 raise refuse(name, "given", "it belongs to one padded batch; `inputs` are lists of token ids")
@@ -175,10 +188,9 @@ class MarginGateGenerationMixin(GenerationMixin):
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in inputs])
         device = execution_device(self)
         call = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        check_model(self)
         check_gate(self, gate)
-        check_call({**kwargs, **call, "generation_config": generation_config}, len(ids))
-        riding = _Call(gate, mask_given=True, prepare_only=True)
+        check_call(self, {**kwargs, **call, "generation_config": generation_config}, len(ids))
+        riding = _Call(gate, mask_given=True, prepare_only=True, sample_numbers=sample_numbers)
         return super().generate(generation_config=generation_config, margin_gate=riding, **call, **kwargs)
 
     def _resolve_gate(self, value: Any, generation_config: GenerationConfig | None) -> MarginGateConfig | None:
@@ -194,8 +206,12 @@ class MarginGateGenerationMixin(GenerationMixin):
         call = kwargs.pop("margin_gate", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if isinstance(call, _Call):
-            check_generation_config(prepared, call.config)
+            asked = generation_config if generation_config is not None else GenerationConfig()
+            check_generation_config(prepared, call.config, kwargs.get("cache_implementation", asked.cache_implementation))
             call.samples = prepared.num_return_sequences or 1
+            if call.streams and call.samples > 1:
+                raise refuse("streamer", "given", f"streamers take one row, and `num_return_sequences` is {call.samples}")
+            prepared.cache_implementation = None  # a checkpoint's own choice; the gate brings its cache
             prepared._margin_gate_call = call
         return prepared, model_kwargs
 
@@ -239,7 +255,7 @@ class MarginGateGenerationMixin(GenerationMixin):
             input_ids_seq_length=len(prompt),
             encoder_input_ids=torch.tensor([prompt], device=execution_device(self)),
             model_kwargs={},
-            logits_processor=list(arguments.get("logits_processor") or []),
+            logits_processor=row_copies(arguments.get("logits_processor") or []),
         )
         processors = super()._get_logits_processor(own, **arguments)
         return processors if len(processors) else None
@@ -303,6 +319,7 @@ class MarginGateGenerationMixin(GenerationMixin):
 
     def _rows(self, prompts: list[list[int]], generation_config: GenerationConfig, call: _Call) -> list[Row]:
         rows = []
+        adapters = _adapters_of(self, call, len(prompts))
         for index, prompt in enumerate(prompts):
             limit = call.limit(len(prompt))
             if limit < 1:
@@ -313,8 +330,19 @@ class MarginGateGenerationMixin(GenerationMixin):
             processors = self._row_processors(generation_config, call, index, prompt)
             check_length(self, len(prompt) + limit, index, call.config.coverage)
             noise = _row_noise(call, index, len(prompts)) if generation_config.do_sample else None
-            rows.append(Row(index, index, prompt, limit, processors, noise))
+            stateful = any(map(keeps_state, processors or ()))
+            if stateful and call.config.coverage == "gated":
+                raise refuse("coverage", "gated", "a logits processor keeps a state, and steps are computed again")
+            rows.append(Row(index, index, prompt, limit, processors, noise, adapters[index], stateful))
         return rows
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers; an entry `margin_gate` of the generation config survives loading."""
+        config = self.generation_config
+        if getattr(config, "margin_gate", None) is not None:
+            # Loading drops whatever transformers does not know from a config that says it was derived from the model's.
+            config._from_model_config = False
+        return super().save_pretrained(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles by the original class, since a class made at run time cannot be found by name."""
@@ -324,9 +352,36 @@ class MarginGateGenerationMixin(GenerationMixin):
         return _rebuild, (stock,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
 
 
+@contextlib.contextmanager
+def _ends_on_error(streamer: Any) -> Iterator[None]:
+    """Ends a streamer where the block raises: its consumer in another thread would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            streamer.end()
+        raise
+
+
+def _adapters_of(model: Any, call: _Call, rows: int) -> list[str | None]:
+    """Each row's own PEFT adapter, `None` where the call does not name them."""
+    names = row_adapters(model)
+    if names is None:
+        return [None] * rows
+    if call.config.coverage == "gated":
+        raise refuse("adapter_names", names, 'it needs coverage="full"; use one adapter for the batch')
+    if len(names) * call.samples == rows:
+        names = [name for name in names for _ in range(call.samples)]
+    if len(names) != rows:
+        raise refuse("adapter_names", names, f"one name for each of the {rows} rows")
+    return list(names)
+
+
 def _row_noise(call: _Call, index: int, rows: int) -> GumbelNoise:
     seed = call.config.seed
     prompt, sample = divmod(index, call.samples)
+    if call.sample_numbers is not None:
+        sample = call.sample_numbers[index]
     if isinstance(seed, list):
         if len(seed) * call.samples != rows:
             raise refuse("seed", seed, f"one seed or one for each of the {rows // call.samples} prompts")
@@ -354,6 +409,8 @@ def _continued(model: Any, call: _Call, rows: list[Row], identity: CacheIdentity
         row.reused = min(cache.common_prefix(row.index, row.prompt), len(row.prompt) - 1)
         if cache.long_rows[row.index] != needs_long_table(model, len(row.prompt) + row.limit):
             row.reused = 0  # its keys are rotated by the other table
+        if cache.adapters[row.index] != row.adapter:
+            row.reused = 0
         cache.rollback(row.index, row.reused)
     return cache
 

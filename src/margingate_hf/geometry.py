@@ -100,6 +100,8 @@ class VerifyGeometry:
         calls: attention calls by layer index; the self-test reads it.
         derives: whether attention was called with anything but what the cache returned, which latent attention computes
             with first; the self-test reads it.
+        broken: bool `[n_tokens]`, tokens with a key or value, in any layer, that the cache cannot hold: NaN or too large.
+            `None` if there are none.
     """
 
     slots: torch.Tensor
@@ -110,6 +112,7 @@ class VerifyGeometry:
     long: torch.Tensor | None = None
     calls: dict[int, int] = field(default_factory=dict)
     derives: bool = False
+    broken: torch.Tensor | None = None
     _handed: set[tuple[int, torch.Size]] = field(default_factory=set)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     _rounds: dict[tuple[int, ...], tuple[Round, ...]] = field(default_factory=dict)
@@ -133,6 +136,10 @@ class VerifyGeometry:
         """Notes a call of attention with keys and values, any shape."""
         self.calls[layer] = self.calls.get(layer, 0) + 1
         self.derives |= not {_address(keys), _address(values)} <= self._handed
+
+    def mark_broken(self, tokens: torch.Tensor) -> None:
+        """Notes tokens, bool `[n_tokens]`, whose keys or values cannot be held."""
+        self.broken = tokens if self.broken is None else self.broken | tokens
 
     def rounds(self, sizes: tuple[int, ...]) -> tuple[Round, ...]:
         """

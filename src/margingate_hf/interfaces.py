@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from .adapters import activate
 from .dispatch import implementation
 from .draft_linear import DraftLinear, is_plain_linear
 from .fixed_plan import fixed_plan
@@ -94,7 +95,7 @@ def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> to
     return ALL_EXPERTS_FUNCTIONS.get(stock, eager)(module, *args, **kwargs)
 
 
-def forward_twin(model: torch.nn.Module, short: bool = False) -> Any:
+def forward_twin(model: torch.nn.Module, short: bool = False, adapter: str | None = None) -> Any:
     """
     A [`twin`] of a model that our passes run on: our attention, the rotary tables pinned to each row, and linear layers
     that a fast step may take from packed weights.
@@ -102,8 +103,10 @@ def forward_twin(model: torch.nn.Module, short: bool = False) -> Any:
     Args:
         model (`torch.nn.Module`): the model; not changed.
         short (`bool`, *optional*, defaults to `False`): with lengths lowered for the self-test, see [`shorten`].
+        adapter (`str`, *optional*): the PEFT adapter that acts; by default those active in the model.
     """
     twin = twin_of(model, NAME)
+    activate(twin, adapter)
     if short:
         shorten(twin)
     for module in list(twin.modules()):

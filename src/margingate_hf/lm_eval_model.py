@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,11 @@ class MarginGateLM(HFLM):
             )
         prompts = [self._encode(context, room) for context, _ in part]
         running = self.engine.iterate(
-            prompts, stop=StopStrings(self.tokenizer, until), max_new_tokens=new_tokens, **settings
+            prompts,
+            stop=StopStrings(self.tokenizer, until),
+            sample_numbers=_occurrences(prompts),
+            max_new_tokens=new_tokens,
+            **settings,
         )
         for output in running:
             place = int(output.request_id.removeprefix("req_"))
@@ -289,3 +294,13 @@ class MarginGateLM(HFLM):
             "notes": self.notes,
         }
         return {**super().get_model_info(), "margingate": {**about, **rates, **counts}}
+
+
+def _occurrences(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How often each prompt was asked before: `repeats` of a task ask again, and each answer is another sample."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    numbers = []
+    for prompt in prompts:
+        numbers.append(seen[tuple(prompt)])
+        seen[tuple(prompt)] += 1
+    return numbers

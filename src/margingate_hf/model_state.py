@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .adapters import hands_out_adapters
 from .hashing import stamp
 from .rope import PINNED_TYPES
 from .twin import configs_of
@@ -106,7 +107,8 @@ def _acting(module: Any) -> str:
 
 def _attached(module: torch.nn.Module) -> str:
     """Hooks, and a forward of the module's own, described as far as they can be seen."""
-    found = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    found = [hook for hook in hooks if not hands_out_adapters(hook)]  # each row's own are part of its columns' identity
     own = vars(module).get("forward")
     return "" if not found and own is None else repr([describe_callable(item) for item in (*found, own)])
 

@@ -8,7 +8,7 @@ import torch
 def split_planes(values: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
     """
     `hi = round(x)` and, of two planes, `lo = round(x - hi)`. The first of two saturates at the largest finite value, so
-    that the sum is right up to twice that (FP16: 131,008); what is larger still becomes infinite, and ends its row.
+    that the sum is right up to twice that, see [`largest_held`].
 
     Args:
         values (`torch.Tensor`, float32, any shape): fresh keys or values.
@@ -23,6 +23,12 @@ def split_planes(values: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[
     limit = torch.finfo(dtype).max
     high = values.clamp(-limit, limit).to(dtype)
     return high, (values - high.float()).to(dtype)
+
+
+def largest_held(dtype: torch.dtype, planes: int) -> float:
+    """The largest value that `planes` planes of `dtype` represent; FP16: 65,504 in one plane, 131,008 in two."""
+    whole = torch.finfo(torch.float32).max
+    return whole if planes == 3 else min(whole, planes * torch.finfo(dtype).max)
 
 
 def round_to_planes(values: torch.Tensor, dtype: torch.dtype, planes: int) -> torch.Tensor:

@@ -131,7 +131,7 @@ class PrefixStore:
             slot (`int`): the row.
             wanted (`frozenset[int]`, *optional*): the only blocks to take up, see [`shared_blocks`]; `None`: all.
         """
-        tokens, count = cache.tokens[slot], cache.verified[slot]
+        tokens, count = cache.tokens[slot], cache.sound(slot)
         with self._lock:
             if not self._fits(cache):
                 return

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from .canonical import Canonical
+from .canonical import Canonical, leading_finite
 from .config import MarginGateConfig
 from .geometry import Segment
 from .noise import GumbelNoise
-from .receipts import DECISIVE, Receipt, describe_processor, hash_tokens
-from .requests import refuse
+from .receipts import DECISIVE, Receipt, describe_processor, hash_tokens, versions
+from .requests import refuse, vocabulary_of
 from .rope import needs_long_table
 from .rows import Row
 from .verifier import Verifier, verifier_for
@@ -48,7 +48,9 @@ class Replay:
 
     Attributes:
         canonical: whether every token is the canonical one and nothing named in `changed` has changed.
-        changed: what differs from the receipt, by name: `prompt`, `output`, `checkpoint`, `config`, `processors`.
+        changed: what differs from the receipt, by name: `prompt`, `output`, `new_tokens`, `eos`, `criteria`,
+            `finish_reason`, `checkpoint`, `config`, `sample`, `processors`, or `receipt` where its own fields do not fit
+            its seal.
         index: of the first token that is not canonical, `None` if all are.
         found, expected: the stored and the canonical token there; `expected` is `None` where the text should have
             ended, both are where it ends too early.
@@ -153,6 +155,8 @@ class _Stored:
     def __init__(self, model: Any, index: int, stored: Transcript, margin_gate: Any):
         if not stored.prompt or not stored.output:
             raise refuse("output" if stored.prompt else "prompt", [], f"transcript {index} must have tokens in both")
+        for name, tokens in (("prompt", stored.prompt), ("output", stored.output)):
+            _check_ids(model, index, name, tokens)
         self.output = stored.output
         self.receipt = None if stored.receipt is None else Receipt.from_dict(stored.receipt)
         self.gate = self._settings(margin_gate)
@@ -164,16 +168,21 @@ class _Stored:
         else:
             arguments.setdefault("max_new_tokens", len(stored.output))
         request = model.prepare_batch([stored.prompt], self.gate, **arguments)
+        self.request = request
         self.eos = request.eos
         self.row: Row = request.rows[0]
-        if self.receipt is not None and self.row.noise is not None:
-            self.row.noise = GumbelNoise(self.row.noise.seed, self.receipt.sample or 0)
+        if self.receipt is not None:
+            self.row.adapter = self.receipt.adapter
+            if self.row.noise is not None:
+                self.row.noise = GumbelNoise(self.row.noise.seed, self.receipt.sample or 0)
 
     def _settings(self, margin_gate: Any) -> MarginGateConfig:
         gate = MarginGateConfig.coerce(margin_gate)
         if gate is not None or self.receipt is None:
             return gate or MarginGateConfig()
-        return MarginGateConfig(**self.receipt.config, seed=self.receipt.seed)
+        # `strict` is not taken from the receipt: it says how much a verifier promises, and the replay's own must hold.
+        decided = {name: value for name, value in self.receipt.config.items() if name != "strict"}
+        return MarginGateConfig(**decided, seed=self.receipt.seed)
 
     def changed(self, verifier: Verifier) -> list[str]:
         """What differs from the receipt, by name."""
@@ -182,24 +191,60 @@ class _Stored:
             return []
         values = self.gate.to_dict()
         processors = [describe_processor(processor) for processor in self.row.processors or ()]
-        noise = self.row.noise
+        noise, rules = self.row.noise, self.request.rules
         pairs = {
+            "receipt": (receipt.seal, receipt.sealed()),
             "prompt": (receipt.prompt, hash_tokens(self.row.prompt)),
             "output": (receipt.output, hash_tokens(self.output)),
+            "new_tokens": (receipt.new_tokens, len(self.output)),
+            "eos": (receipt.eos, list(rules.eos)),
+            "criteria": (receipt.criteria, list(rules.criteria) or receipt.criteria),
+            "finish_reason": (True, self._ended_as_said(receipt)),
             "checkpoint": (receipt.checkpoint, verifier.store.fingerprint),
             "config": (
                 (receipt.config, receipt.seed),
                 ({name: values[name] for name in DECISIVE}, None if noise is None else noise.seed),
             ),
+            "sample": (receipt.sample, None if noise is None else noise.sample),
             "processors": (receipt.processors, processors),
         }
         return [name for name, (then, now) in pairs.items() if then != now]
 
+    def _ended_as_said(self, receipt: Receipt) -> bool:
+        """Whether the output's end fits the reason that the receipt gives for it."""
+        ended, full = self.output[-1] in self.eos, len(self.output) >= receipt.limit
+        if receipt.finish_reason in ("eos", "length"):
+            return True  # a text that does not is not complete, see `_first_difference`
+        return not ended and not full and (receipt.finish_reason != "stop" or bool(receipt.criteria))
+
+    def stopped(self, count: int) -> bool:
+        """Whether a rule that the caller has given ends the output behind its first `count` tokens."""
+        if not self.request.criteria:
+            return False
+        ids = torch.tensor([[*self.row.prompt, *self.output[:count]]])
+        return bool(self.request.criteria(ids, None).all())
+
     def notes(self, plan: str) -> list[str]:
-        """Differences from the receipt that need not matter."""
-        if self.receipt is None or self.receipt.plan == plan:
+        """Differences from the receipt that need not matter, and what could not be checked."""
+        receipt, found = self.receipt, []
+        if receipt is None:
             return []
-        return [f"verified by plan {plan}, made by {self.receipt.plan}"]
+        if receipt.plan != plan:
+            found.append(f"verified by plan {plan}, made by {receipt.plan}")
+        now = versions()
+        different = [name for name in sorted(now.keys() | receipt.versions.keys()) if now.get(name) != receipt.versions.get(name)]
+        for name in different:
+            found.append(f"{name} is {now.get(name)}, the receipt names {receipt.versions.get(name)}")
+        if receipt.finish_reason == "stop" and not self.request.rules.criteria:
+            found.append(f"whether {', '.join(receipt.criteria)} ended the text was not checked: pass it to the replay")
+        return found
+
+
+def _check_ids(model: Any, index: int, name: str, tokens: Sequence[int]) -> None:
+    vocabulary = vocabulary_of(model)
+    for place, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise refuse(name, token, f"token {place} of transcript {index} must be an id from 0 to {vocabulary - 1}")
 
 
 def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
@@ -208,6 +253,7 @@ def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
     cache = verifier.new_cache(len(part), gate.kv_planes)
     for slot, one in enumerate(part):
         cache.long_rows[slot] = needs_long_table(model, len(one.row.prompt) + one.row.limit)
+        cache.adapters[slot] = one.row.adapter
     segments = [Segment(slot, 0, [*one.row.prompt, *one.output[:-1]]) for slot, one in enumerate(part)]
     counts = [len(one.output) for one in part]
     with torch.no_grad():
@@ -225,16 +271,24 @@ def _first_difference(one: _Stored, logits: torch.Tensor) -> Replay:
     row = one.row
     row.drafts = one.output
     canonical = Canonical(row, logits)
+    known = leading_finite(logits)
     for index, found in enumerate(one.output):
+        if index == known:
+            return Replay(False, [], index, found, None)
         expected = canonical(index)
-        ended = index > 0 and one.output[index - 1] in one.eos
+        ended = index > 0 and (one.output[index - 1] in one.eos or one.stopped(index))
         if found != expected or ended:
             values = row.perturb(canonical.scores(index), len(row.prompt) + index)
             behind = float(values[expected] - values[found])
             return Replay(False, [], index, found, None if ended else expected, canonical.margins[index], behind)
+        row.committed.append(found)
     receipt = one.receipt
-    if receipt is not None and receipt.finish_reason in ("eos", "length"):
-        complete = one.output[-1] in one.eos or len(one.output) >= receipt.limit
-        if not complete:
+    if receipt is not None:
+        complete = {
+            "eos": one.output[-1] in one.eos,
+            "length": len(one.output) >= receipt.limit and one.output[-1] not in one.eos,
+            "stop": not one.request.rules.criteria or one.stopped(len(one.output)),
+        }
+        if not complete.get(receipt.finish_reason, True):
             return Replay(False, [], len(one.output))
     return Replay(True, [])

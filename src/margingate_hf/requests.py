@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,12 +16,18 @@ from .dispatch import BACKENDS, missing
 from .placement import execution_device, named_weights
 from .rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 
+GENERATION_FIELDS = GenerationConfig()
+POSITION_EMBEDDINGS = frozenset("wpe embed_positions position_embedding position_embeddings positions_embed".split())
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATEFUL_PROCESSORS = (
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
     "WatermarkLogitsProcessor",
 )
+# Of transformers' own methods that shape a forward's inputs, none may be replaced: the verifier does not call them.
+INPUT_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# What the model's forward may be given through `generate`; anything else it takes would be dropped without a word.
+FORWARD_ARGUMENTS = frozenset({"input_ids", "attention_mask", "cache", "use_cache", "logits_to_keep"})
 IMAGE_ARGUMENTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "image_sizes")
 
 
@@ -40,6 +47,7 @@ def check_model(model: Any) -> None:
         raise refuse("model", type(model).__name__, "it is an encoder-decoder; use a decoder-only model")
     if model.training:
         raise refuse("model.training", True, "dropout makes every run differ; call `model.eval()` first")
+    _check_inputs_are_stock(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None or getattr(model, "is_quantized", False):
         method = getattr(getattr(model.config, "quantization_config", None), "quant_method", "unknown")
@@ -85,6 +93,33 @@ def check_model(model: Any) -> None:
             )
 
 
+def _check_inputs_are_stock(model: Any) -> None:
+    for name in INPUT_METHODS:
+        own = vars(model).get(name)
+        stock = getattr(type(model), name, None)
+        if own is not None and getattr(own, "__func__", None) is not stock:
+            raise refuse(
+                name,
+                getattr(own, "__qualname__", own),
+                "it was replaced on the model, as soft prompts do (prompt tuning, prefix tuning, p-tuning), and the "
+                "verifier reads token ids alone; use an adapter in the layers, such as LoRA",
+                NotImplementedError,
+            )
+        owner = next((kind for kind in type(model).__mro__ if name in vars(kind)), None)
+        if owner is not None and not owner.__module__.startswith("transformers."):
+            raise refuse(
+                name,
+                f"{owner.__module__}.{owner.__qualname__}",
+                "the verifier does not call a model's own form of it; remove it if it changes no input",
+                NotImplementedError,
+            )
+
+
+def vocabulary_of(model: Any) -> int:
+    """Token ids that the model has embeddings for."""
+    return int(model.get_input_embeddings().num_embeddings)
+
+
 def check_gate(model: Any, gate: MarginGateConfig) -> None:
     """
     Refuses settings of the gate that this model cannot have, and a calibration that cannot be read.
@@ -105,6 +140,13 @@ def check_length(model: Any, length: int, row: int, coverage: str) -> None:
     Raises:
         `ValueError`: names the row and the lengths.
     """
+    learned = _learned_positions(model)
+    if learned is not None and length > learned:
+        raise refuse(
+            "max_new_tokens",
+            f"row {row} may reach {length} tokens",
+            f"the model has {learned} learned positions and none beyond; shorten the prompt or lower it",
+        )
     dynamic = [module for module in rotary_modules(model) if module.rope_type == "dynamic"]
     if dynamic and needs_long_table(model, length):
         raise refuse(
@@ -122,11 +164,24 @@ def check_length(model: Any, length: int, row: int, coverage: str) -> None:
         )
 
 
-def check_call(arguments: dict[str, Any], rows: int | None) -> None:
+def _learned_positions(model: Any) -> int | None:
+    """Tokens that a model with a learned embedding of absolute positions can hold; `None` for any other."""
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        positional = isinstance(module, torch.nn.Embedding) and module is not tokens
+        if positional and limit is not None and name.rsplit(".", 1)[-1] in POSITION_EMBEDDINGS:
+            return int(limit)
+    return None
+
+
+def check_call(model: Any, arguments: dict[str, Any], rows: int | None) -> None:
     """
     Refuses keyword arguments of `generate` that the gate cannot honour.
 
     Args:
+        model (`PreTrainedModel`): the model.
         arguments (`dict`): what the caller passed, `generate`'s own named parameters included.
         rows (`int`, *optional*): rows of the input ids, where they are known.
 
@@ -163,13 +218,23 @@ def check_call(arguments: dict[str, Any], rows: int | None) -> None:
         raise refuse(
             "custom_generate", arguments["custom_generate"], "it replaces the decode loop; leave one of them out"
         )
+    known = inspect.signature(type(model).forward).parameters
+    for name in sorted(given & set(known) - FORWARD_ARGUMENTS):
+        if not hasattr(GENERATION_FIELDS, name):
+            raise refuse(name, "given", "the model's forward takes it, and a verify forward passes on token ids alone; leave it out")
     if "streamer" in given and rows is not None and rows > 1:
         raise refuse("streamer", type(arguments["streamer"]).__name__, f"streamers take one row, got {rows}")
 
 
-def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) -> None:
+def check_generation_config(config: GenerationConfig, gate: MarginGateConfig, cache_implementation: Any = None) -> None:
     """
     Refuses decoding strategies that are not greedy, and cache formats that cannot be repaired.
+
+    Args:
+        config ([`~transformers.GenerationConfig`]): of the call, the model's own defaults filled in.
+        gate ([`MarginGateConfig`]): settings of the gate.
+        cache_implementation (`str`, *optional*): what the call itself asks for; the checkpoint's own choice has no
+            meaning here, since the gate brings its cache.
 
     Raises:
         `ValueError`, `NotImplementedError`: names the field and what to do.
@@ -188,8 +253,8 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig) ->
         raise refuse("num_return_sequences", config.num_return_sequences, "greedy decoding has one answer; pass 1")
     if config.use_cache is False:
         raise refuse("use_cache", False, "verification works on the cache; leave it out")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise refuse("cache_implementation", config.cache_implementation, "leave it out; the gate brings its own cache")
+    if cache_implementation not in (None, "dynamic"):
+        raise refuse("cache_implementation", cache_implementation, "leave it out; the gate brings its own cache")
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha", "dola_layers"):
         if getattr(config, name, None):
             raise refuse(name, getattr(config, name), "it selects another decoding strategy; leave it out")

@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from .noise import GumbelNoise
+from .processors import check_pure, draft_copies
 from .schedule import flip_probability
 
 
@@ -64,6 +65,8 @@ class Row:
         limit: new tokens it may have.
         processors: its own logits processors, or `None`.
         noise: seeded noise of a sampled text, or `None`.
+        adapter: its own PEFT adapter, see `adapters.py`.
+        stateful: whether a processor keeps a state, which then sees every committed step once, see `processors.py`.
         reused: prompt columns that did not have to be computed: a cache from an earlier call, or the prefix store, held
             them.
         read: prompt columns that are verified; the row decodes once it has a committed token.
@@ -85,6 +88,8 @@ class Row:
     limit: int
     processors: LogitsProcessorList | None = None
     noise: GumbelNoise | None = None
+    adapter: str | None = None
+    stateful: bool = False
     reused: int = 0
     read: int = 0
     committed: list[int] = field(default_factory=list)
@@ -103,6 +108,7 @@ class Row:
     finish_reason: str = ""
     cancelled: bool = False
     error: Exception | None = None
+    _draft_processors: LogitsProcessorList | None = None
 
     @property
     def verified(self) -> int:
@@ -138,22 +144,35 @@ class Row:
     def drop_drafts(self) -> None:
         """Forgets what was decoded ahead, once a pass has judged it."""
         self.drafts, self.low, self.survival, self.expected = [], 0, 1.0, 1.0
+        self._draft_processors = None
 
-    def process(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def process(self, ids: list[int], logits: torch.Tensor, draft: bool = False) -> torch.Tensor:
         """
         The row's processors on one step, called as for a batch of one.
 
         Args:
             ids (`list[int]`): the row's unpadded tokens before the step.
             logits (`torch.Tensor` of shape `[vocabulary]`, float32).
+            draft (`bool`, *optional*, defaults to `False`): the step may yet be dropped.
 
         Returns:
             `torch.Tensor` of shape `[vocabulary]`, float32.
+
+        Raises:
+            `ValueError`: at the row's first step, a processor that keeps a state and offers no copy of it.
         """
-        if not self.processors:
+        processors = self.processors
+        if not processors:
             return logits
+        if draft and self.stateful:
+            if self._draft_processors is None:
+                self._draft_processors = draft_copies(processors)
+            processors = self._draft_processors
+        step = torch.tensor([ids], device=logits.device)
+        if not self.committed and not draft:
+            check_pure(processors, step, logits[None])
         scores = logits[None].clone()  # some processors write in place
-        return self.processors(torch.tensor([ids], device=logits.device), scores)[0]
+        return processors(step, scores)[0]
 
     def perturb(self, scores: torch.Tensor, position: int) -> torch.Tensor:
         """

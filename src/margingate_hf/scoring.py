@@ -102,6 +102,7 @@ def _score_group(
             cache.touch(slot, shared)
             cache.load_columns(slot, 0, columns)
             cache.extend(slot, 0, context[:-1], verified=True)
+            cache.broken[slot] = cache.broken[0]
     # The last token of the context gives the first token of the continuation, and so on.
     segments = [Segment(slot, shared, [context[-1], *end[:-1]]) for slot, end in enumerate(ends)]
     logits = verifier.run(cache, segments)

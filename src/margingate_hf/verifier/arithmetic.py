@@ -106,7 +106,7 @@ def probe_elementwise(device: torch.device | None = None) -> str | None:
         `None` if so, otherwise one sentence that names the function.
     """
     generator = torch.Generator().manual_seed(0)
-    x = (torch.rand(70_001, generator=generator) * 20 + 1e-3).to(
+    x = (torch.rand(70_001, generator=generator, dtype=torch.float32) * 20 + 1e-3).to(
         device
     )  # longer than the grain at which torch uses threads
     for function in ELEMENTWISE:
@@ -135,7 +135,7 @@ def probe_reductions(
     """
     generator = torch.Generator().manual_seed(0)
     for width in widths:
-        x = torch.randn(9, width, generator=generator).to(device)
+        x = torch.randn(9, width, generator=generator, dtype=torch.float32).to(device)
         whole = row_sum(x)
         for count in (1, 2, 3, 8):
             if not torch.equal(row_sum(x[:count]), whole[:count]):

@@ -3,8 +3,8 @@
 Deny by default. A call is routed to a fixed-plan form (`ROUTED`), or stands on the audited list of calls that are
 exact or
 whose bits depend on one element or one row alone (`SAFE`), or returns no floating-point tensor, or raises. Weights are
-up-cast where they are used; activations are FP32 from the embedding on, and a call that would turn one into 16 bits
-raises.
+up-cast where they are used; activations are FP32 from the embedding on. A cast of one to 16 bits is left out, any other
+call that would turn one into 16 bits raises.
 """
 
 from __future__ import annotations
@@ -129,6 +129,32 @@ def _addmm(
         mode._refuse(func, "with scaling or on activations has no fixed plan")
         return func(input.float(), mat1.float(), mat2.float(), beta=beta, alpha=alpha)
     return _linear(mode, func, mat1, mat2.t(), input)
+
+
+def _cast(mode: VerifierMode, func: Callable, input: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A cast of an FP32 activation to 16 bits, to the dtype of an adapter or a router for example, is left out."""
+    result: torch.Tensor = func(input, *args, **kwargs)
+    rounds = result.dtype in HALF and input.dtype == torch.float32 and not mode.store.owns(input)
+    return input if rounds else result
+
+
+def _norm(
+    mode: VerifierMode,
+    func: Callable,
+    input: Any,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The 2-norm of rows."""
+    if ord not in (None, 2, 2.0) or not _last_dim(mode, func, input, dim):
+        mode._refuse(func, f"of order {ord!r} over dimensions {dim} has no fixed plan")
+        return func(input, ord, dim, keepdim, dtype=dtype, **kwargs)
+    out = _form("row_sum", input.float() * input.float()).sqrt()
+    return out if keepdim else out.squeeze(-1)
 
 
 def _embedding(mode: VerifierMode, func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -267,8 +293,14 @@ def _table() -> dict[Callable, Callable]:
         "log1p": _elementwise(torch.log1p),
         "expm1": _elementwise(torch.expm1),
         "dropout": _dropout,
+        "to": _cast,
+        "bfloat16": _cast,
+        "half": _cast,
+        "type": _cast,
+        "type_as": _cast,
     }
-    return {func: handler for name, handler in entries.items() for func in _everywhere(name)}
+    table = {func: handler for name, handler in entries.items() for func in _everywhere(name)}
+    return {**table, torch.linalg.norm: _norm, torch.linalg.vector_norm: _norm}
 
 
 # Correctly rounded or exact per element: the bits of a result depend on its own operands alone.
@@ -287,7 +319,7 @@ _MOVES = (
     "take_along_dim index_copy index_copy_ index_put index_put_ index_add index_add_ masked_scatter copy_ fill_ "
     "zero_ pad to float double type type_as half bfloat16 cpu cuda data requires_grad_ zeros ones empty full "
     "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor tensor as_tensor "
-    "arange linspace triu tril diagonal as_strided movedim moveaxis"
+    "arange linspace eye triu tril diagonal as_strided movedim moveaxis"
 )
 # Selections: a maximum has no order of summation.
 _SELECTIONS = "max min amax amin argmax argmin topk sort argsort nonzero item tolist"

@@ -237,7 +237,7 @@ def probe_linear(plan: LinearPlan, weight: torch.Tensor, precision: str = "float
     product = functools.partial(plan.linear, packed=packed, precision=precision)
     generator = torch.Generator().manual_seed(0)
     largest = max(plan.sizes)
-    rows = torch.randn(largest, weight.shape[1], generator=generator).to(weight.device)
+    rows = torch.randn(largest, weight.shape[1], generator=generator, dtype=torch.float32).to(weight.device)
     whole = product(rows)
     shape = f"{weight.shape[0]}x{weight.shape[1]}"
     for count in sorted({1, *plan.sizes, *(size - 1 for size in plan.sizes if size > 2)}):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..adapters import activate
 from ..layers import shorten
 from ..placement import execution_device
 from ..twin import twin_of
@@ -34,6 +35,17 @@ _UPCAST = frozenset(
         F.rms_norm,
     }
 )
+
+
+_CASTS = frozenset(
+    {torch.Tensor.to, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.type, torch.Tensor.type_as}
+)
+
+
+def _rounds_activation(before: torch.Tensor, after: Any) -> bool:
+    halves = isinstance(after, torch.Tensor) and after.dtype in (torch.bfloat16, torch.float16)
+    wide = before.dtype in (torch.float32, torch.float64)
+    return halves and wide and not isinstance(before, torch.nn.Parameter)
 
 
 def _wide(value: Any, dtype: torch.dtype) -> Any:
@@ -75,6 +87,10 @@ class PlainMode(TorchFunctionMode):
         if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args):
             if args[0].dtype == torch.float64:
                 return args[0]  # a norm that asks for FP32 must not round the float64 reference
+        if func in _CASTS and _rounds_activation(args[0], result := func(*args, **kwargs)):
+            return args[0]  # the verifier leaves such a cast out as well
+        elif func in _CASTS:
+            return result
         if self.dtype == torch.float64 and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
         if func is F.linear:
@@ -85,22 +101,28 @@ class PlainMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def eager_twin(model: torch.nn.Module, short: bool = False) -> Any:
+def eager_twin(model: torch.nn.Module, short: bool = False, adapter: str | None = None) -> Any:
     """
     A [`twin`] of a model with its own eager attention and experts.
 
     Args:
         model (`torch.nn.Module`): the model; not changed.
         short (`bool`, *optional*, defaults to `False`): with lengths lowered for the self-test, see [`shorten`].
+        adapter (`str`, *optional*): the PEFT adapter that acts; by default those active in the model.
     """
     twin = twin_of(model, "eager")
+    activate(twin, adapter)
     if short:
         shorten(twin)
     return twin
 
 
 def reference_logits(
-    model: Any, tokens: list[int], dtype: torch.dtype = torch.float32, short: bool = False
+    model: Any,
+    tokens: list[int],
+    dtype: torch.dtype = torch.float32,
+    short: bool = False,
+    adapter: str | None = None,
 ) -> torch.Tensor:
     """
     Logits of one text alone, no cache, no padding.
@@ -108,7 +130,8 @@ def reference_logits(
     Args:
         model (`PreTrainedModel`): the model; its own forward runs on a copy that shares its weights.
         tokens (`list[int]`): the text.
-        short (`bool`, *optional*, defaults to `False`): see [`eager_twin`].
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): float32 or float64.
+        short (`bool`, *optional*, defaults to `False`), adapter (`str`, *optional*): see [`eager_twin`].
 
     Returns:
         `torch.Tensor` of shape `[len(tokens), vocabulary]`, `dtype`.
@@ -120,4 +143,4 @@ def reference_logits(
     check_precision(device)
     ids = torch.tensor([tokens], device=device)
     with torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
-        return eager_twin(model, short)(input_ids=ids, use_cache=False).logits[0].to(dtype)
+        return eager_twin(model, short, adapter)(input_ids=ids, use_cache=False).logits[0].to(dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..adapters import row_adapters
 from ..config import MarginGateConfig
 from ..dispatch import backend_for, implementation
 from ..model_state import describe_structure
@@ -51,6 +52,7 @@ def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPla
         config.precision,
         tuple(plans),
         describe_structure(model),
+        row_adapters(model) is not None,
     )
     with _lock:
         lock = _locks.setdefault(model, threading.RLock())

@@ -21,7 +21,8 @@ import torch
 from ..config import MarginGateConfig
 from ..dispatch import implementation
 from ..geometry import KV_BLOCK, Segment, verify_geometry
-from ..interfaces import forward_twin
+from ..adapters import BASE, row_adapters
+from ..cache import MarginGateCache
 from ..layers import KNOWN_LAYER_TYPES, unknown_lengths
 from ..placement import execution_device
 from ..rope import needs_long_table, rotary_modules
@@ -78,16 +79,16 @@ def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[s
     dtype = torch.float32 if plan.copies_weights else model.dtype
     for shape in verifier.store.linear_shapes():
         generator = torch.Generator(verifier.device).manual_seed(1)
-        weight = torch.randn(shape, generator=generator, device=verifier.device)
+        weight = torch.randn(shape, generator=generator, device=verifier.device, dtype=torch.float32)
         rounded = weight.to(model.dtype) if config.precision == "bfloat16" else weight
         problem = probe_linear(plan, rounded.to(dtype), config.precision)
         if problem:
             return f"invariance: {problem}", None
-    verifier.twin = forward_twin(model, short=True)
-    try:
-        return self_test(verifier), verifier
-    finally:
-        verifier.twin = forward_twin(model)
+    verifier.short = True
+    problem = self_test(verifier)
+    verifier.short = False
+    verifier.refresh()
+    return problem, verifier
 
 
 def check_architecture(model: Any) -> str | None:
@@ -137,13 +138,13 @@ def _texts(model: Any) -> list[list[int]]:
 
 
 def _coverage(verifier: Verifier, text: list[int]) -> str | None:
-    cache = verifier.new_cache(1, 3)
+    cache = _cache(verifier, 1)
     cache.reserve(len(text))
     geometry = verify_geometry([Segment(0, 0, text)], verifier.device)
     audit = OperatorAudit()
     try:
         with audit, verifier.scope(geometry):
-            verifier.twin(
+            verifier.twin_for(cache.adapters[0])(
                 input_ids=torch.tensor([text], device=verifier.device),
                 position_ids=geometry.positions[None],
                 cache=cache,
@@ -169,7 +170,7 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
 def _correctness(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
     for text, logits in zip(texts, alone, strict=True):
         with torch.no_grad():
-            reference = reference_logits(verifier.model, text, short=True)
+            reference = reference_logits(verifier.model, text, short=True, adapter=_adapter(verifier))
         error = float((logits - reference).norm() / reference.norm())
         if not error <= TOLERANCE:
             return (
@@ -198,7 +199,7 @@ def _memory(verifier: Verifier, text: list[int]) -> str | None:
     """
     A forward that changes its own buffers (CTRL rounds its position table) makes a text depend on earlier calls.
     """
-    twin = eager_twin(verifier.model)
+    twin = eager_twin(verifier.model, adapter=_adapter(verifier))
     for module in twin.modules():  # the model's own stay as they are
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.clone()
@@ -216,16 +217,27 @@ def _same(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
     return before is not None and after is not None and torch.equal(before, after)
 
 
+def _adapter(verifier: Verifier) -> str | None:
+    """The adapter the test runs with where the call gives each row its own."""
+    return next((name for name in row_adapters(verifier.model) or () if name != BASE), None)
+
+
+def _cache(verifier: Verifier, rows: int) -> MarginGateCache:
+    cache = verifier.new_cache(rows, 3)
+    cache.adapters = [_adapter(verifier)] * rows
+    return cache
+
+
 def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:
-    cache = verifier.new_cache(len(texts), 3)
-    cache.long_rows = [needs_long_table(verifier.twin, len(text)) for text in texts]
+    cache = _cache(verifier, len(texts))
+    cache.long_rows = [needs_long_table(verifier.twin_for(), len(text)) for text in texts]
     logits = verifier.run(cache, [Segment(slot, 0, text) for slot, text in enumerate(texts)])
     return list(logits.split([len(text) for text in texts]))
 
 
 def _run_cut(verifier: Verifier, text: list[int]) -> torch.Tensor:
-    cache = verifier.new_cache(1, 3)
-    cache.long_rows = [needs_long_table(verifier.twin, len(text))]
+    cache = _cache(verifier, 1)
+    cache.long_rows = [needs_long_table(verifier.twin_for(), len(text))]
     parts, start, turn = [], 0, 0
     while start < len(text):
         size = WINDOWS[turn] if turn < len(WINDOWS) else len(text)

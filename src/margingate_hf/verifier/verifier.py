@@ -59,7 +59,8 @@ class Verifier:
         self.derives = False
         self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
         self.keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-        self.twin = forward_twin(model)
+        self.short = False  # whether lengths are lowered for the self-test
+        self._twins: dict[str | None, Any] = {}
 
     @property
     def model(self) -> Any:
@@ -74,8 +75,20 @@ class Verifier:
             Names of the tensors that had changed.
         """
         changed = self.store.refresh()
-        self.twin = forward_twin(self.model)
+        self._twins = {}
         return changed
+
+    def twin_for(self, adapter: str | None = None) -> Any:
+        """
+        The copy of the model, as it stood at the last `refresh`, that forwards run on.
+
+        Args:
+            adapter (`str`, *optional*): the PEFT adapter that acts on it; by default those active in the model.
+        """
+        twins = self._twins
+        if adapter not in twins:
+            twins[adapter] = forward_twin(self.model, self.short, adapter)
+        return twins[adapter]
 
     @property
     def name(self) -> str:
@@ -133,13 +146,18 @@ class Verifier:
         """
         cache.reserve(max(segment.stop for segment in segments))
         counts = [_count(segment, keep, index) for index, segment in enumerate(segments)]
-        found: list[torch.Tensor] = []
-        for part in _passes(segments, counts):
-            found.append(self._forward(cache, part))
-            for piece in part:
-                cache.extend(piece.segment.slot, piece.segment.start, piece.segment.tokens, verified=True)
+        found: dict[int, list[torch.Tensor]] = {index: [] for index in range(len(segments))}
+        joined: list[torch.Tensor] = []
+        for members in _by_adapter(cache, segments):
+            for part in _passes([segments[index] for index in members], [counts[index] for index in members]):
+                joined.append(self._forward(cache, part))
+                for piece, logits in zip(part, joined[-1].split([piece.kept for piece in part]), strict=True):
+                    cache.extend(piece.segment.slot, piece.segment.start, piece.segment.tokens, verified=True)
+                    found[members[piece.index]].append(logits)
         self.column_bytes = cache.column_bytes
-        return _joined(found)
+        if len({cache.adapters[segment.slot] for segment in segments}) == 1:
+            return _joined(joined)  # in order as they come
+        return torch.cat([logits for index in range(len(segments)) for logits in found[index]])
 
     def recompute(self, cache: MarginGateCache, segments: Sequence[Segment]) -> torch.Tensor:
         """
@@ -170,12 +188,19 @@ class Verifier:
         wanted = torch.tensor(indices or [0], device=device)
         extra = {"logits_to_keep": wanted} if self.keeps_logits else {}
         with self.scope(geometry):
-            logits = self.twin(
+            logits = self.twin_for(cache.adapters[segments[0].slot])(
                 input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
         logits = (logits if self.keeps_logits else logits[wanted])[: len(indices)]
         if logits.dtype != torch.float32:
             raise RuntimeError(f"the verifier's logits came out as {logits.dtype}, not float32.")
+        if geometry.broken is not None:
+            for index in geometry.broken.nonzero().flatten().tolist():
+                cache.mark_broken(int(geometry.slots[index]), int(geometry.positions[index]))
+        for kept, index in enumerate(indices if any(first is not None for first in cache.broken) else ()):
+            first = cache.broken[int(geometry.slots[index])]
+            if first is not None and int(geometry.positions[index]) >= first:
+                logits[kept] = float("nan")  # computed from a replacement
         return logits
 
     @contextlib.contextmanager
@@ -195,6 +220,14 @@ class Verifier:
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """`torch.cat`, without the copy where there is one part: logits of a pass are its largest tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_adapter(cache: MarginGateCache, segments: Sequence[Segment]) -> list[list[int]]:
+    """Indices of the segments whose rows share an adapter: one forward has one."""
+    groups: dict[str | None, list[int]] = {}
+    for index, segment in enumerate(segments):
+        groups.setdefault(cache.adapters[segment.slot], []).append(index)
+    return list(groups.values())
 
 
 def n_layers(model: Any) -> int:
