@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-limit", type=int, default=16, help="prompts of the memory runs; 0 leaves them out")
-    parser.add_argument("--memory-repeats", type=int, default=3)
+    parser.add_argument("--memory-repeats", type=int, default=3, help="0 leaves the memory runs out")
     parser.add_argument("--data-dir")
     parser.add_argument("--name", default="batching", help="of the result's files")
     parser.add_argument("--out", type=Path, default=Path("evals/results"))
@@ -336,7 +336,7 @@ def main() -> None:
         "new_tokens": options.new_tokens,
         "jobs": [run_job(name, model, fp32, tokenizer, options) for name in options.jobs.split(",")],
     }
-    if options.memory_limit:
+    if options.memory_limit and options.memory_repeats:
         record["memory"] = peak_memory(options)
         weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() >= 2)
         head = model.get_output_embeddings().weight

@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from margingate_hf import MarginGateCache, MarginGateConfig
 from margingate_hf.demo.run import load
 from margingate_hf.geometry import DecodeGeometry, Segment, geometry_scope
-from margingate_hf.interfaces import installed
 from margingate_hf.verifier import Verifier, verifier_for
 
 from .machine import as_text, describe
@@ -143,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     model, _ = load(options.model, progress=True)
     verifier = verifier_for(model, MarginGateConfig())
-    with torch.no_grad(), installed(model):
+    with torch.no_grad():
         rows = [measure(verifier, count, LENGTH_OF_ROWS, options.repeats) for count in tqdm(ROWS, desc="rows")]
         lengths = [
             measure(verifier, ROWS_OF_LENGTHS, length, options.repeats) for length in tqdm(LENGTHS, desc="length")

@@ -34,6 +34,7 @@ def describe() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "bf16_products": multiplies_bfloat16(),
+        "amx": torch.cpu._is_amx_tile_supported(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -56,6 +57,7 @@ def peak_bytes() -> int:
 def as_text(machine: dict[str, Any]) -> str:
     """One line for a table's caption."""
     products = {True: " with BF16 products", False: " without BF16 products"}.get(machine.get("bf16_products"), "")
+    products += {True: " and AMX", False: ", no AMX"}.get(machine.get("amx"), "")
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
         f"{machine['instructions']}{products}, "

@@ -10,11 +10,12 @@ is left in a cache.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 
 from margingate_hf.verifier.plans import PrepackedPlan, reorder, reordered_product
-from margingate_hf.verifier.precision import matmul_precision, multiplies_bfloat16
+from margingate_hf.verifier.precision import multiplies_bfloat16
 
 from .machine import as_text, describe
 from .reports import write
@@ -41,15 +42,25 @@ def three_terms(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([high, middle, rows - high - middle])
 
 
+@contextlib.contextmanager
+def rounding_allowed() -> Iterator[None]:
+    """Lets oneDNN round FP32 operands, for the whole process: a measurement may, the package never does."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def _by_terms(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Three products whose operands are BF16 values, which oneDNN may then multiply as such; smallest first."""
-    with matmul_precision("medium"):
+    with rounding_allowed():
         high, middle, low = reordered_product(three_terms(rows), weight).chunk(3)
     return low + middle + high
 
 
 def _packed_for_terms(weight: torch.Tensor) -> torch.Tensor:
-    with matmul_precision("medium"):
+    with rounding_allowed():
         return reorder(weight.float())
 
 

@@ -174,7 +174,7 @@ def test_a_shared_beginning_is_read_once_and_its_columns_are_the_same_bits(model
     for prompt in (PROMPTS[5], PROMPTS[8]):
         cache = verifier.new_cache(1, GATE.kv_planes)
         cache.long_rows = [False]
-        blocks = engine.prefixes.find(prompt, False, len(prompt))
+        blocks = engine.prefixes.find(cache, 0, prompt, len(prompt))
         assert len(blocks) == 2
         assert engine.prefixes.load(cache, 0, blocks, 0) == 64
         expected = canonical(model, prompt, 1, GATE)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from transformers import DynamicCache, TextIteratorStreamer
 
 from margingate_hf import MarginGateConfig, enable
-from margingate_hf.interfaces import eager, installed
-from margingate_hf.verifier.precision import full_precision
-from margingate_hf.verifier.reference import PlainMode
+from margingate_hf.interfaces import forward_twin
+from margingate_hf.verifier.reference import PlainMode, eager_twin
 from planted import disturbed_drafts
 from sameness import padded
 from tiny import random_prompts, tiny_model
@@ -45,8 +44,8 @@ def fp32_step(model: Any, cache: Any, slot: int, position: int, token: int) -> t
     for index, layer in enumerate(cache.layers):
         held = [store.draft[slot : slot + 1, :, :position].float() for store in layer.stores]
         past.update(*held, index)
-    with torch.no_grad(), full_precision(), eager(model), PlainMode():
-        out = model(
+    with torch.no_grad(), PlainMode():
+        out = eager_twin(model)(
             input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[position]]), cache=past, use_cache=True
         )
     return out.logits[0, -1], past
@@ -106,8 +105,10 @@ def fast_column(model: Any, cache: Any, position: int, token: int) -> list[torch
 
     before = cache.export_columns(0, position, position + 1)
     geometry = DecodeGeometry(torch.tensor([position]), position + 1)
-    with torch.no_grad(), installed(model), geometry_scope(geometry):
-        model(input_ids=torch.tensor([[token]]), position_ids=geometry.positions[:, None], cache=cache, use_cache=True)
+    with torch.no_grad(), geometry_scope(geometry):
+        forward_twin(model)(
+            input_ids=torch.tensor([[token]]), position_ids=geometry.positions[:, None], cache=cache, use_cache=True
+        )
     found = [layer.stores[0].draft[0, :, position].clone() for layer in cache.layers]
     cache.load_columns(0, position, before)
     return found

@@ -10,9 +10,7 @@ import torch
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.config import PRESETS
 from margingate_hf.rows import compare
-from margingate_hf.verifier import plans
 from margingate_hf.verifier.plans import CPU_PLANS, PrepackedPlan, probe_linear
-from margingate_hf.verifier.precision import matmul_precision, short_products
 from margingate_hf.verifier.reference import reference_logits
 from planted import plain_verifier
 from sameness import assert_same, canonical, padded, run_batch
@@ -155,14 +153,12 @@ def test_the_probe_sees_products_that_round_more() -> None:
     assert "away from FP32's" in (probe_linear(Coarse(), weight, "bfloat16") or "")
 
 
-def test_the_precision_switch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("margingate_hf.verifier.precision.multiplies_bfloat16", lambda: True)
-    before = torch.get_float32_matmul_precision()
-    with pytest.raises(RuntimeError), short_products():
-        assert torch.get_float32_matmul_precision() == "medium"
-        raise RuntimeError
-    assert torch.get_float32_matmul_precision() == before
-    with matmul_precision("highest"):
-        weight = torch.randn(48, 80, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-        assert probe_linear(plans.PrepackedPlan(), weight, "bfloat16") is None
-        assert torch.get_float32_matmul_precision() == "highest"
+def test_short_operands_change_no_setting_of_the_process(llama: Any) -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    seen = set()
+    handle = llama.lm_head.register_forward_pre_hook(
+        lambda module, args: seen.add(torch.backends.mkldnn.matmul.fp32_precision)
+    )
+    run_batch(llama, PROMPTS[:2], 4, SHORT)
+    handle.remove()
+    assert seen == {before} and torch.backends.mkldnn.matmul.fp32_precision == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
-from margingate_hf import MarginGateConfig, attention, enable
+from margingate_hf import MarginGateConfig, attention, enable, hashing
 from margingate_hf.geometry import Segment
 from margingate_hf.verifier import (
     CPU_PLANS,
@@ -27,7 +28,9 @@ from margingate_hf.verifier import (
     self_test,
     verifier_for,
 )
-from margingate_hf.verifier.weights import WeightStore, checksum
+from margingate_hf.verifier import precision
+from margingate_hf.verifier.precision import lowered_precision
+from margingate_hf.verifier.weights import WeightStore
 from planted import PlainPlan, plain_attention
 from sameness import assert_same, canonical, padded, run_batch
 from tiny import random_prompts, tiny_model
@@ -132,35 +135,99 @@ def test_a_scripted_operation_is_seen_below_python() -> None:
         logits_of(model)
 
 
-def test_a_lowered_matmul_precision_and_autocast_change_nothing() -> None:
+def test_autocast_changes_nothing() -> None:
     model = tiny_model("llama")
     before = logits_of(model)
-    torch.set_float32_matmul_precision("medium")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logits_of(model), before)
+
+
+@pytest.mark.parametrize("way", ["set_float32_matmul_precision", "mkldnn.matmul", "backends"])
+def test_a_lowered_product_precision_is_refused_or_harmless_and_left_alone(way: str) -> None:
+    """A setting of the whole process: where this processor would round by it, one clear error; else the same bits."""
+    model = tiny_model("llama")
+    before = logits_of(model)
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        if way == "set_float32_matmul_precision":
+            torch.set_float32_matmul_precision("medium")
+        elif way == "mkldnn.matmul":
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        else:
+            torch.backends.fp32_precision = "bf16"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        if lowered_precision(model.device):
+            with pytest.raises(ValueError, match="fp32_precision='bf16'.*set_float32_matmul_precision"):
+                logits_of(model)
+        else:
             assert torch.equal(logits_of(model), before)
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def test_a_processor_that_rounds_refuses_before_and_behind_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the setting rounds here, and another thread lowers it in the middle of a forward."""
+    model = tiny_model("llama")
+    before = logits_of(model)
+    monkeypatch.setattr(precision, "_rounds", lambda setting: True)
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with pytest.raises(ValueError, match="whole process"):
+            logits_of(model)
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+        def lowers(module: Any, args: Any) -> None:
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+        handle = model.register_forward_pre_hook(lowers)
+        with pytest.raises(ValueError, match="whole process"):
+            logits_of(model)
+        handle.remove()
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert torch.equal(logits_of(model), before)
 
 
 # Weights
 
 
-def test_checksum_sees_any_change() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.int64):
-        for size in (1, 7, 4096, 5001, 40_000):
-            x = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
-            before = checksum(x)
-            assert checksum(x.clone()) == before
-            y = x.clone()
-            y[size // 2] += 1
-            assert checksum(y) != before
-            if size > 5000:
-                for a, b in ((0, 1), (3, 4099), (100, size - 1)):
-                    y = x.clone()
-                    y[a], y[b] = x[b], x[a]
-                    assert (checksum(y) != before) == bool(x[a] != x[b])
+EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "last column negated": lambda x: x[:, -1].neg_(),
+    "first column negated": lambda x: x[:, 0].neg_(),
+    "two neighbours negated": lambda x: x[5:7, 3].neg_(),
+    "every fourth column negated": lambda x: x[:, 3::4].neg_(),
+    "a row negated": lambda x: x[3].neg_(),
+    "all negated": lambda x: x.neg_(),
+    "last column doubled": lambda x: x[:, -1].mul_(2),
+    "last column halved": lambda x: x[:, -1].mul_(0.5),
+    "last column times -2": lambda x: x[:, -1].mul_(-2),
+    "one element": lambda x: x[17, 5].add_(1),
+    "two rows exchanged": lambda x: x.copy_(x[[1, 0, *range(2, len(x))]]),
+    "two columns exchanged": lambda x: x.copy_(x[:, [1, 0, *range(2, x.shape[1])]]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("form", [hashing.digest, hashing._mixed], ids=["xxh3", "device"])
+def test_both_hashes_see_every_edit(form: Callable, edit: str) -> None:
+    """The device form runs on any device; edits that a linear checksum misses are among them."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        before = form(weight)
+        assert form(weight.clone()) == before
+        changed = weight.clone()
+        EDITS[edit](changed)
+        assert form(changed) != before, dtype
+
+
+def test_hashes_of_odd_shapes_and_strides() -> None:
+    base = torch.randn(5001, generator=torch.Generator().manual_seed(0))
+    for form in (hashing.digest, hashing._mixed):
+        found = {form(base[:size]) for size in (1, 2, 3, 7, 8, 4096, 5001)}
+        assert len(found) == 7
+        assert form(base[1:9]) == form(base[1:9].clone()) and form(base[::2]) == form(base[::2].contiguous())
+        assert form(base[:8].bfloat16()[1:]) == form(base[1:8].bfloat16())
 
 
 def test_resident_and_per_use_weights_give_the_same_bits() -> None:

@@ -20,8 +20,9 @@ def lowered_precision(device: torch.device) -> str | None:
     if device.type != "cpu":
         return None
     setting = torch.backends.mkldnn.matmul.fp32_precision
-    rounds = (setting == "bf16" and multiplies_bfloat16()) or (setting == "tf32" and multiplies_tf32())
-    return f"torch.backends.mkldnn.matmul.fp32_precision={setting!r}" if rounds else None
+    if setting in ("ieee", "none") or not (torch.cpu._is_amx_tile_supported() or _rounds(setting)):
+        return None
+    return f"torch.backends.mkldnn.matmul.fp32_precision={setting!r}"
 
 
 def check_precision(device: torch.device) -> None:
@@ -50,6 +51,13 @@ def multiplies_bfloat16() -> bool:
 
 
 @functools.cache
-def multiplies_tf32() -> bool:
-    """Whether oneDNN may take TF32 products on this processor (AMX-FP16 and later)."""
-    return bool(torch.cpu._is_amx_fp16_supported())
+def _rounds(setting: str) -> bool:
+    """
+    Whether products under the setting that is in force, `setting`, are less than FP32's. A rounded operand moves a
+    product of 768 terms by 2^-9 of a term or more; FP32 sums by 768 * 2^-24 at most.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(256, 768, generator=generator, dtype=torch.float32) for _ in range(2))
+    product = torch.nn.functional.linear(rows, weight).double()
+    exact = rows.double() @ weight.double().T
+    return bool((product - exact).abs().max() > 1e-3)

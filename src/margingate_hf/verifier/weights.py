@@ -137,7 +137,8 @@ class WeightStore:
             return self.plan.pack_once(weight.detach())
         return self._kept("plan", weight, self.plan.pack)
 
-    def keeps_short(self, weight: torch.Tensor) -> bool:
+    @staticmethod
+    def keeps_short(weight: torch.Tensor) -> bool:
         """Whether a resident weight is also packed in 16 bits, for fast steps."""
         return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bfloat16()
 
