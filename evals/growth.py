@@ -48,7 +48,7 @@ def step(verifier: Verifier, cache: MarginGateCache, length: int) -> None:
     geometry = DecodeGeometry(positions, length + 1, product=verifier.products)
     with geometry_scope(geometry):
         ids = torch.ones(cache.rows, 1, dtype=torch.long)
-        verifier.model(input_ids=ids, position_ids=positions[:, None], cache=cache, use_cache=True)
+        verifier.twin_for()(input_ids=ids, position_ids=positions[:, None], cache=cache, use_cache=True)
 
 
 def one_pass(verifier: Verifier, cache: MarginGateCache, length: int, window: int) -> None:

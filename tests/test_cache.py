@@ -132,13 +132,14 @@ def test_bytes_of_a_column(store: str, planes: int, bytes_a_value: int) -> None:
     assert cache.column_bytes == 2 * 2 * HEADS * DIM * bytes_a_value
 
 
-def test_rollback_is_a_length() -> None:
+def test_rollback_drops_and_zeroes_what_lies_behind() -> None:
     cache = MarginGateCache(1, 1, torch.bfloat16)
     write(cache, [Segment(0, 0, [1, 2, 3])])
     stored = cache.layers[0].stores[0].exact.clone()
     cache.rollback(0, 1)
     assert cache.lengths == [1] and cache.verified == [1]
-    assert torch.equal(cache.layers[0].stores[0].exact, stored)
+    assert torch.equal(cache.layers[0].stores[0].exact[:, :, :1], stored[:, :, :1])
+    assert stored[:, :, 1:3].all() and not cache.layers[0].stores[0].exact[:, :, 1:].any()
     with pytest.raises(ValueError, match="`length` must be between 0 and 1, got 2"):
         cache.rollback(0, 2)
 
@@ -170,15 +171,25 @@ def test_a_cleared_row_holds_nothing_of_the_text_before() -> None:
     for store in cache.layers[0].stores:
         store.exact[0, :, :9] = float("nan")
     cache.rollback(0, 2)
+    assert not cache.layers[0].keys[0, :, 2:].any()
     cache.swap_rows(0, 1)
-    assert torch.isnan(cache.layers[0].keys[1, :, :9]).all() and cache.reach == [4, 9]
+    assert torch.isnan(cache.layers[0].keys[1, :, :2]).all() and cache.reach == [4, 2]
     write(cache, [Segment(0, 4, range(KV_BLOCK))], seed=1)
-    assert cache.capacity == 2 * KV_BLOCK and torch.isnan(cache.layers[0].keys[1, :, :9]).all()
+    assert cache.capacity == 2 * KV_BLOCK and torch.isnan(cache.layers[0].keys[1, :, :2]).all()
     cache.clear(1)
     assert cache.reach == [4 + KV_BLOCK, 0]
     for store in cache.layers[0].stores:
         assert not store.exact[1].any()
     cache.check()
+
+
+def test_columns_of_a_forward_that_never_returned_are_zeroed_too() -> None:
+    cache = MarginGateCache(1, 1, torch.bfloat16)
+    write(cache, [Segment(0, 0, range(5))])
+    cache.touch(0, 12)  # a forward was about to write them
+    cache.layers[0].stores[1].exact[0, :, 5:12] = float("nan")
+    cache.rollback(0, 5)
+    assert not torch.isnan(cache.layers[0].values).any() and cache.reach == [5]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is resident is counted otherwise elsewhere")

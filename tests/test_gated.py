@@ -31,7 +31,9 @@ class Rounding(DynamicCache):
     """FP32 arithmetic on columns that are kept in BF16, the step's own included."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(keys.bfloat16().float(), values.bfloat16().float(), *args, **kwargs)
+        with torch._C.DisableTorchFunction():  # the reference leaves casts of the model's own out
+            keys, values = keys.bfloat16().float(), values.bfloat16().float()
+        return super().update(keys, values, *args, **kwargs)
 
 
 # A column that falls between two BF16 numbers may be rounded to either: a relative 2^-8 of one value of one column.
@@ -44,8 +46,9 @@ def fp32_step(model: Any, cache: Any, slot: int, position: int, token: int) -> t
     for index, layer in enumerate(cache.layers):
         held = [store.draft[slot : slot + 1, :, :position].float() for store in layer.stores]
         past.update(*held, index)
+    twin = eager_twin(model)
     with torch.no_grad(), PlainMode():
-        out = eager_twin(model)(
+        out = twin(
             input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[position]]), cache=past, use_cache=True
         )
     return out.logits[0, -1], past

@@ -105,7 +105,8 @@ def test_short_operands_are_rounded_ones_and_the_head_is_whole() -> None:
     assert not torch.equal(run.logits[0], whole.logits[0])
 
     def rounds(module: Any, args: Any) -> Any:
-        return (args[0].bfloat16().float(), *args[1:])
+        with torch._C.DisableTorchFunction():  # the reference leaves casts of the model's own out
+            return (args[0].bfloat16().float(), *args[1:])
 
     handles = [
         module.register_forward_pre_hook(rounds)

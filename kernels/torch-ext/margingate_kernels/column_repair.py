@@ -63,7 +63,7 @@ def repair_kernel(
     target = slot * plane_row_stride + head * plane_head_stride + position * plane_position_stride + lanes
     held = x
     if PLANES > 1:
-        held = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        held = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)  # NaN stays NaN
     stored, value = _round(held, DTYPE)
     tl.store(high_ptr + target, stored, mask=inside)
     if PLANES == 2:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, resolve_name
 
 from ..dispatch import implementation
 from ..fixed_plan import fixed_plan
+from ..geometry import VerifyGeometry, current_geometry
 from . import arithmetic
 from .weights import WeightStore
 
@@ -65,6 +66,8 @@ class VerifierMode(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(current_geometry(), VerifyGeometry):
+            return func(*args, **kwargs)  # left on this thread's stack by an interrupt: inert outside a forward of ours
         handler = ROUTED.get(func)
         if handler is not None:
             with fixed_plan():
@@ -86,6 +89,12 @@ class VerifierMode(TorchFunctionMode):
                 if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and not self.store.owns(tensor):
                     self._refuse(func, f"turns an FP32 activation into {str(result.dtype).removeprefix('torch.')}")
 
+    @staticmethod
+    def drop_stale() -> None:
+        """Takes modes off this thread's stack that an interrupt has left there; forwards of ours do not nest."""
+        while isinstance(_top_of_stack(), VerifierMode):
+            _pop_mode()
+
     def _refuse(self, func: Callable, why: str) -> None:
         name = resolve_name(func) or getattr(func, "__name__", repr(func))
         if self.strict:
@@ -94,6 +103,11 @@ class VerifierMode(TorchFunctionMode):
                 "MarginGateConfig(strict=False) runs it unchanged and gives up the guarantee."
             )
         self.unplanned.add(f"{name} {why}")
+
+
+def _top_of_stack() -> Any:
+    stack = _get_current_function_mode_stack()
+    return stack[-1] if stack else None
 
 
 def _holds_floats(result: Any) -> bool:
@@ -329,7 +343,7 @@ def _safe() -> frozenset[Callable]:
     found = {func for name in (_EXACT + " " + _MOVES + " " + _SELECTIONS).split() for func in _everywhere(name)}
     for name in ("data", "T", "mT", "real", "grad", "H"):
         found.add(getattr(torch.Tensor, name).__get__)
-    found.add(torch.functional.split)
+    found |= {torch.functional.split, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__}
     return frozenset(func for func in found if callable(func))
 
 

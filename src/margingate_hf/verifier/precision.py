@@ -11,6 +11,10 @@ import functools
 import torch
 
 
+class LoweredPrecisionError(ValueError):
+    """A setting of the process rounds the operands of FP32 products."""
+
+
 def lowered_precision(device: torch.device) -> str | None:
     """
     The name and value of a process-wide setting that rounds the operands of FP32 products on a device, or `None`.
@@ -28,11 +32,11 @@ def lowered_precision(device: torch.device) -> str | None:
 def check_precision(device: torch.device) -> None:
     """
     Raises:
-        `ValueError`: FP32 products would be rounded; names the setting and what to do.
+        `LoweredPrecisionError`: FP32 products would be rounded; names the setting and what to do.
     """
     lowered = lowered_precision(device)
     if lowered is not None:
-        raise ValueError(
+        raise LoweredPrecisionError(
             f"`{lowered}` lets this processor round FP32 operands, so no canonical value can be computed. It is a "
             'setting of the whole process, which the margin gate leaves alone: call `torch.set_float32_matmul_precision("highest")` '
             "(BF16 products are not affected by it)."

@@ -30,6 +30,7 @@ from .arithmetic import probe_elementwise, probe_reductions
 from .audit import OperatorAudit
 from .mode import StrictVerifierError
 from .plans import LinearPlan, probe_linear
+from .precision import LoweredPrecisionError
 from .reference import eager_twin, reference_logits
 from .verifier import Verifier, n_layers
 
@@ -142,15 +143,16 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     cache.reserve(len(text))
     geometry = verify_geometry([Segment(0, 0, text)], verifier.device)
     audit = OperatorAudit()
+    twin = verifier.twin_for(cache.adapters[0])
     try:
         with audit, verifier.scope(geometry):
-            verifier.twin_for(cache.adapters[0])(
+            twin(
                 input_ids=torch.tensor([text], device=verifier.device),
                 position_ids=geometry.positions[None],
                 cache=cache,
                 use_cache=True,
             )
-    except StrictVerifierError:
+    except (StrictVerifierError, LoweredPrecisionError):
         raise
     except Exception as error:
         return f"coverage: the model's forward does not run as a verifier pass ({type(error).__name__}: {error})"

@@ -187,8 +187,9 @@ class Verifier:
         # A forward must return some logits, also where the caller takes none of them.
         wanted = torch.tensor(indices or [0], device=device)
         extra = {"logits_to_keep": wanted} if self.keeps_logits else {}
+        twin = self.twin_for(cache.adapters[segments[0].slot])  # made outside the scope: rotary tables are no forward
         with self.scope(geometry):
-            logits = self.twin_for(cache.adapters[segments[0].slot])(
+            logits = twin(
                 input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
         logits = (logits if self.keeps_logits else logits[wanted])[: len(indices)]
@@ -207,12 +208,12 @@ class Verifier:
     def scope(self, geometry: VerifyGeometry) -> Iterator[None]:
         """Everything that makes one forward of the model a verifier pass, undone on every way out."""
         check_precision(self.device)
-        with (
-            torch.no_grad(),
-            torch.autocast(self.device.type, enabled=False),
-            geometry_scope(geometry),
-            self.mode,
-        ):
+        VerifierMode.drop_stale()
+        kind = self.device.type
+        autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+        with torch.no_grad(), autocast, geometry_scope(geometry), self.mode:
+            if not torch._C._is_torch_function_enabled():
+                raise RuntimeError("torch functions are disabled in this thread, so the verifier cannot see the model's.")
             yield
         check_precision(self.device)  # another thread may have lowered it meanwhile
 
