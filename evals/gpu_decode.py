@@ -74,7 +74,7 @@ def pass_against_step(model: Any, device: torch.device, context: int, counts: tu
     found = []
     for rows, tokens in counts:
         step = _stock_step(model, device, rows, context)
-        run = _verifier_pass(model, verifier, rows, tokens, context)
+        run = _verifier_pass(verifier, rows, tokens, context)
         row: Row = {"rows": rows, "tokens a row": tokens, "context": context, "weights, GB": weights / 1e9}
         for name, work in (("step", step), ("pass", run)):
             with torch.no_grad():
@@ -97,17 +97,18 @@ def _stock_step(model: Any, device: torch.device, rows: int, context: int) -> Ca
     return lambda: model(input_ids=one, position_ids=position, cache=cache, use_cache=True).logits
 
 
-def _verifier_pass(model: Any, verifier: Verifier, rows: int, tokens: int, context: int) -> Callable[[], object]:
+def _verifier_pass(verifier: Verifier, rows: int, tokens: int, context: int) -> Callable[[], object]:
     cache = verifier.new_cache(rows, 2)
     for slot in range(rows):
         verifier.run(cache, [Segment(slot, 0, [7] * context)], keep="last")
     cache.reserve(context + tokens)
     geometry = verify_geometry([Segment(slot, context, [7] * tokens) for slot in range(rows)], verifier.device)
     ids = torch.full((1, rows * tokens), 7, device=verifier.device)
+    twin = verifier.twin_for()
 
     def work() -> object:
         with verifier.scope(geometry):
-            return model(input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True).logits
+            return twin(input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True).logits
 
     return work
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from margingate_hf import MarginGateCache, enable
 from margingate_hf.buffers import zeros
+from margingate_hf.cache import MarginGateLayer
 from margingate_hf.geometry import KV_BLOCK, DecodeGeometry, Segment, geometry_scope, verify_geometry
 from margingate_hf.planes import round_to_planes
 from sameness import padded
@@ -280,3 +284,91 @@ def test_a_cache_made_in_inference_mode_can_be_written_later(llama: Any) -> None
         )
     out.cache.layers[0].keys[0, 0, 0, 0] = 1.0
     assert not out.cache.layers[0].keys.is_inference()
+
+
+# What transformers' own classes do to a cache
+
+
+CALLS = {
+    "nothing": lambda cache: None,
+    "reset": lambda cache: cache.reset(),
+    "crop": lambda cache: cache.crop(-5),
+    "crop all": lambda cache: cache.crop(-500),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
+    "a mask of rows": lambda cache: cache.batch_select_indices(torch.tensor([True, True])),
+    "repeat and select": lambda cache: (
+        cache.batch_repeat_interleave(2),
+        cache.batch_select_indices(torch.tensor([0, 2])),
+    ),
+    "deepcopy": lambda cache: copy.deepcopy(cache),
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+}
+PROMPTS = random_prompts([40, 35])
+
+
+def continued(model: Any, cache: Any = None) -> Any:
+    extra = {} if cache is None else {"cache": cache}
+    return model.generate(
+        **padded(PROMPTS),
+        max_new_tokens=8,
+        do_sample=False,
+        margin_gate=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **extra,
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cache_that_was_changed_by_its_own_methods_is_still_true(name: str, llama: Any) -> None:
+    fresh = continued(llama)
+    before = sum(fresh.margin_gate.rows[row].prompt_tokens - 1 for row in range(2))
+    cache = continued(llama).cache
+    result = CALLS[name](cache)
+    cache = result if isinstance(result, MarginGateCache) else cache
+    cache.check()
+    again = continued(llama, cache)
+    assert torch.equal(torch.stack(again.logits), torch.stack(fresh.logits))
+    assert torch.equal(again.sequences, fresh.sequences)
+    reused = {"reset": 0, "crop all": 0, "reorder_cache": 0, "batch_select_indices": 34}.get(name, before)
+    assert again.margin_gate.reused_tokens == reused
+    again.cache.check()
+
+
+def test_rows_are_copied_not_shared(llama: Any) -> None:
+    cache = continued(llama).cache
+    kept = [tensor.clone() for tensor in cache.committed(0, 1)]
+    cache.batch_repeat_interleave(2)
+    assert cache.rows == 4 and cache.lengths == [47, 47, 42, 42]
+    cache.clear(2)
+    assert all(torch.equal(a, b) for a, b in zip(cache.committed(0, 3), kept, strict=True))
+    with pytest.raises(ValueError, match="`indices` must name at least one of the cache's 4 rows"):
+        cache.batch_select_indices(torch.tensor([4]))
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, got 5"):
+        cache.crop(5)
+
+
+REFUSED = ("reset", "crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices", "offload", "prefetch")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layer_by_itself_cannot_be_changed(name: str, llama: Any) -> None:
+    cache = continued(llama).cache
+    with pytest.raises(NotImplementedError, match="of the cache, or `cache.to_dynamic_cache"):
+        getattr(cache.layers[0], name)(*([0] if "crop" in name or "batch" in name or "cache" in name else []))
+    cache.check()
+
+
+def test_every_public_method_of_transformers_caches_has_been_looked_at() -> None:
+    """One that a release adds fails here until it is implemented, refused, or found to be harmless."""
+    harmless = set(
+        "update get_seq_length get_max_length get_mask_sizes get_query_offset has_previous_state is_compileable "
+        "is_initialized is_sliding is_linear is_dummy is_croppable max_batch_size early_initialization "
+        "lazy_initialization layer_class_to_replicate supports_early_init layer_type get_conv_state get_recurrent_state activate_past_recording is_recording_past update_conv_state "
+        "update_recurrent_state update_indexer offload prefetch".split()
+    )
+    for stock, ours in ((DynamicCache, MarginGateCache), (DynamicLayer, MarginGateLayer)):
+        names = {name for name in dir(stock) if not name.startswith("_")}
+        own = {name for kind in ours.__mro__[: ours.__mro__.index(stock)] for name in vars(kind)}
+        assert names - own - harmless == set(), stock.__name__

@@ -141,6 +141,22 @@ def test_texts_are_those_of_hf_where_batches_do_not_matter(checkpoint: str) -> N
 
 
 @pytest.mark.smollm2
+def test_repeats_are_other_samples_and_the_same_at_any_batch_size(checkpoint: str) -> None:
+    """What `repeats: 4` in a task asks for: four answers of its own to one request, for pass@k."""
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 0.9}
+    asked = [Instance("generate_until", {}, ("Two and two are", dict(settings)), index) for index in range(4)]
+    other = [Instance("generate_until", {}, ("A cat", dict(settings)), 9)]
+    found = {}
+    for size in (1, 4):
+        model = MarginGateLM(pretrained=checkpoint, dtype="bfloat16", device="cpu", batch_size=size, seed=3)
+        found[size] = model.generate_until(asked, disable_tqdm=True)
+        assert model.generate_until([*other, *asked], disable_tqdm=True)[1:] == found[size]
+    assert len(set(found[1])) == 4 and found[1] == found[4]
+    greedy = {"until": [], "max_gen_toks": 8}
+    same = [Instance("generate_until", {}, ("Two and two are", dict(greedy)), index) for index in range(3)]
+    assert len(set(model.generate_until(same, disable_tqdm=True))) == 1
+
+
 def test_a_row_ends_at_its_own_first_stop(checkpoint: str) -> None:
     model = MarginGateLM(pretrained=checkpoint, dtype="bfloat16", batch_size=5, device="cpu")
     free = {"until": [], "max_gen_toks": 16}

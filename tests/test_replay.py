@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from margingate_hf import MarginGateConfig, Replay, Transcript, cli, enable, replay, replay_all
 from margingate_hf.receipts import Receipt, describe_processor, hash_tokens
@@ -15,7 +16,7 @@ from margingate_hf.replaying import read_transcripts
 from margingate_hf.verifier import Verifier
 from planted import plain_verifier
 from sameness import padded
-from tiny import random_prompts, tiny_model
+from tiny import VOCABULARY, random_prompts, tiny_model
 
 PROMPTS = random_prompts([7, 19, 4, 30])
 RECEIPT = MarginGateConfig(receipt=True)
@@ -109,6 +110,123 @@ def test_settings_come_from_the_receipt(llama: Any, precision: str, planes: int)
     config = MarginGateConfig(receipt=True, precision=precision, kv_planes=planes)
     for one in made(llama, config):
         assert check(llama, one).canonical
+
+
+ALTERED = {
+    "new_tokens": 3,
+    "limit": 999,
+    "finish_reason": "stop",
+    "eos": [9],
+    "criteria": ["X()"],
+    "checkpoint": "0" * 32,
+    "adapter": "other",
+    "plan": "made up",
+    "seed": 7,
+    "sample": 3,
+    "processors": ["X()"],
+    "versions": {},
+    "prompt": "0",
+    "output": "0",
+}
+# What a receipt that was sealed anew may say without its text being another one: the arithmetic's place and date.
+NOTED = {"plan", "versions"}
+
+
+@pytest.mark.parametrize("field", ALTERED)
+@pytest.mark.parametrize("forged", [False, True])
+def test_an_altered_receipt_is_no_proof(field: str, forged: bool, llama: Any) -> None:
+    """As it stands its seal tells; sealed anew, what it says is compared with the text and the call."""
+    one = made(llama)[0]
+    altered = {**one.receipt, field: ALTERED[field]}
+    if forged:
+        altered["seal"] = Receipt.from_dict(altered).sealed()
+    result = check(llama, one, receipt=altered)
+    if forged and field in NOTED:
+        assert result.canonical and result.notes
+    elif forged and field == "criteria":
+        assert result.canonical  # a rule that ended nothing
+    else:
+        assert not result.canonical, (result.changed, result.notes)
+        assert result.index is not None or "receipt" in result.changed or field in [*result.changed, "seed"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv_planes", 1), ("precision", "bfloat16"), ("strict", False)])
+def test_an_altered_setting_is_no_proof(field: str, value: Any, llama: Any) -> None:
+    one = made(llama)[0]
+    altered = {**one.receipt, "config": {**one.receipt["config"], field: value}}
+    assert "receipt" in check(llama, one, receipt=altered).changed
+    altered["seal"] = Receipt.from_dict(altered).sealed()
+    result = check(llama, one, receipt=altered)
+    if field == "strict":
+        assert result.changed == ["config"]
+    else:  # another arithmetic, under which the text is judged; it may be canonical there as well
+        assert any("verified by plan" in note for note in result.notes)
+
+
+def test_a_cut_text_is_no_proof_whatever_its_receipt_says(llama: Any) -> None:
+    one = made(llama)[0]
+    cut = one.output[:4]
+    for reason, limit in (("length", one.receipt["limit"]), ("stop", one.receipt["limit"]), ("eos", 4)):
+        values = {**one.receipt, "output": hash_tokens(cut), "new_tokens": 4, "finish_reason": reason, "limit": limit}
+        values["seal"] = Receipt.from_dict(values).sealed()
+        assert not check(llama, one, output=cut, receipt=values).canonical, reason
+
+
+def test_a_rule_that_ended_a_text_is_checked_where_it_is_given(llama: Any) -> None:
+    rule = StoppingCriteriaList([Stops(5)])
+    (out,) = llama.generate_batch(
+        [PROMPTS[0]], margin_gate=RECEIPT, max_new_tokens=12, do_sample=False, stopping_criteria=rule
+    ).values()
+    assert out.receipt["finish_reason"] == "stop" and len(out.generated_tokens) == 5
+    assert out.receipt["criteria"] == ['Stops({"count": 5})']
+    arguments = {"model": llama, "prompt": PROMPTS[0], "output": out.generated_tokens, "receipt": out.receipt}
+    unseen = replay(**arguments)
+    assert unseen.canonical and "was not checked" in unseen.notes[0]
+    assert replay(**arguments, stopping_criteria=rule).canonical
+    other = replay(**arguments, stopping_criteria=StoppingCriteriaList([Stops(4)]))
+    assert not other.canonical and "criteria" in other.changed
+
+
+class Stops(StoppingCriteria):
+    """Ends a text of nine prompt tokens behind its `count`-th new one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= len(PROMPTS[0]) + self.count])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sequence_bias": {(5,): 2.0}},
+        {"sequence_bias": [[[5], 2.0]]},
+        {"bad_words_ids": [[5, 6]]},
+        {"suppress_tokens": [5, 6]},
+        {"exponential_decay_length_penalty": (3, 1.1)},
+        {"no_repeat_ngram_size": 2},
+        {"begin_suppress_tokens": [9]},
+        {"min_new_tokens": 4},
+    ],
+    ids=str,
+)
+def test_every_processor_can_be_described_and_replayed(arguments: dict[str, Any], llama: Any) -> None:
+    (one,) = llama.generate_batch(
+        [PROMPTS[0]], margin_gate=RECEIPT, max_new_tokens=6, do_sample=False, **arguments
+    ).values()
+    assert one.receipt["processors"]
+    json.dumps(one.receipt)
+    assert replay(llama, one.prompt_ids, one.generated_tokens, one.receipt, **arguments).canonical
+    assert replay(llama, one.prompt_ids, one.generated_tokens, one.receipt).changed == ["processors"]
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1, 10**6, 1.5])
+def test_a_token_out_of_range_is_named(token: Any, llama: Any) -> None:
+    with pytest.raises(ValueError, match=rf"`output`={token}.*token 1 of transcript 0.*0 to {VOCABULARY - 1}"):
+        replay(llama, [5, 6], [7, token])
+    with pytest.raises(ValueError, match="`prompt`"):
+        replay(llama, [5, token], [7, 8])
 
 
 def test_many_texts_share_passes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

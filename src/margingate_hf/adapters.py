@@ -46,6 +46,13 @@ def row_adapters(model: torch.nn.Module) -> list[str] | None:
     return None
 
 
+def has_adapter(model: torch.nn.Module, name: str) -> bool:
+    """Whether any layer of a model has an adapter of that name, or for `"__base__"` any at all."""
+    if name == BASE:
+        return any("_active_adapter" in vars(module) for module in model.modules())
+    return any(name in path.split(".") for path, _ in model.named_modules())
+
+
 def activate(twin: torch.nn.Module, adapter: str | None) -> None:
     """
     Takes PEFT's per-row hooks out of a [`twin`] and makes one adapter the active one, in place.

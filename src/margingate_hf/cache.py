@@ -209,6 +209,11 @@ class MarginGateCache(DynamicCache):
         self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
 
     @property
+    def batch_size(self) -> int:
+        """Rows, as transformers names them."""
+        return self.rows
+
+    @property
     def lengths(self) -> list[int]:
         """Columns each row holds, drafts included."""
         return [len(ids) for ids in self.tokens]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .adapters import has_adapter
 from .canonical import Canonical, leading_finite
 from .config import MarginGateConfig
 from .geometry import Segment
@@ -49,7 +50,7 @@ class Replay:
     Attributes:
         canonical: whether every token is the canonical one and nothing named in `changed` has changed.
         changed: what differs from the receipt, by name: `prompt`, `output`, `new_tokens`, `eos`, `criteria`,
-            `finish_reason`, `checkpoint`, `config`, `sample`, `processors`, or `receipt` where its own fields do not fit
+            `finish_reason`, `checkpoint`, `adapter`, `config`, `sample`, `processors`, or `receipt` where its own fields do not fit
             its seal.
         index: of the first token that is not canonical, `None` if all are.
         found, expected: the stored and the canonical token there; `expected` is `None` where the text should have
@@ -207,6 +208,7 @@ class _Stored:
             ),
             "sample": (receipt.sample, None if noise is None else noise.sample),
             "processors": (receipt.processors, processors),
+            "adapter": (True, receipt.adapter is None or has_adapter(verifier.model, receipt.adapter)),
         }
         return [name for name, (then, now) in pairs.items() if then != now]
 

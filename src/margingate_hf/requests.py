@@ -17,6 +17,30 @@ from .placement import execution_device, named_weights
 from .rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 
 GENERATION_FIELDS = GenerationConfig()
+# Every field of transformers' `GenerationConfig`: what the gate honours, what it refuses where it is set to anything that
+# matters, and what moves no token.
+HONOURED_FIELDS = frozenset(
+    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p "
+    "top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias "
+    "num_return_sequences output_scores output_logits return_dict_in_generate pad_token_id eos_token_id".split()
+)
+REFUSED_FIELDS = frozenset(
+    "num_beams penalty_alpha dola_layers guidance_scale watermarking_config output_attentions output_hidden_states "
+    "constraints force_words_ids token_healing prompt_lookup_num_tokens assistant_early_exit use_mtp use_cache "
+    "assistant_ensemble_weight speculation_type cache_implementation".split()
+)
+HARMLESS_FIELDS = frozenset(
+    "transformers_version bos_token_id decoder_start_token_id cache_config max_cache_len low_memory early_stopping "
+    "num_beam_groups diversity_penalty continuous_batching_config length_penalty is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+    "assistant_lookbehind target_lookbehind max_matching_ngram_size prefill_chunk_size compile_config disable_compile "
+    "return_legacy_cache".split()
+)
+STRATEGIES = (
+    "prompt_lookup_num_tokens assistant_early_exit use_mtp penalty_alpha dola_layers assistant_ensemble_weight "
+    "speculation_type"
+).split()
 POSITION_EMBEDDINGS = frozenset("wpe embed_positions position_embedding position_embeddings positions_embed".split())
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATEFUL_PROCESSORS = (
@@ -255,7 +279,7 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig, ca
         raise refuse("use_cache", False, "verification works on the cache; leave it out")
     if cache_implementation not in (None, "dynamic"):
         raise refuse("cache_implementation", cache_implementation, "leave it out; the gate brings its own cache")
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha", "dola_layers"):
+    for name in STRATEGIES:
         if getattr(config, name, None):
             raise refuse(name, getattr(config, name), "it selects another decoding strategy; leave it out")
     for name in ("constraints", "force_words_ids", "token_healing"):
