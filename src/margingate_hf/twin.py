@@ -86,10 +86,8 @@ class _Builder:
                 state[name] = self._configs[id(value)]
 
     def _state(self, module: torch.nn.Module) -> dict[str, Any]:
+        # Dicts are the copy's own: a forward that registers a buffer anew changes the copy alone.
         state = {name: self._bound(value) for name, value in module.__dict__.items()}
-        for name in ("_parameters", "_buffers", "_modules"):
-            # The copy's own: a forward that re-registers a buffer changes the copy alone.
-            state[name] = type(module.__dict__[name])(state[name])
         if state.get("_compiled_call_impl") is not None:
             state["_compiled_call_impl"] = None
         return state
@@ -98,6 +96,8 @@ class _Builder:
         """A module's attribute with configs and modules of the tree replaced by their copies."""
         if type(value) in _PLAIN or isinstance(value, torch.Tensor):
             return value
+        if type(value) is OrderedDict and not value:
+            return OrderedDict()  # most hooks
         if isinstance(value, torch.nn.Module):
             return self._twins.get(id(value), value)
         if isinstance(value, PreTrainedConfig):
@@ -106,13 +106,14 @@ class _Builder:
             return types.MethodType(value.__func__, self._bound(value.__self__))
         if isinstance(value, functools.partial):
             return self._bound_partial(value)
-        if isinstance(value, (OrderedDict, dict)) and self._holds_ours(value.values()):
-            bound = copy.copy(value)
-            bound.update((name, self._bound(item)) for name, item in value.items())
+        if isinstance(value, dict):
+            bound = value.copy()
+            if value and self._holds_ours(value.values()):
+                bound.update((name, self._bound(item)) for name, item in value.items())
             return bound
         if type(value) in (list, tuple) and self._holds_ours(value):
             return type(value)(self._bound(item) for item in value)
-        return copy.copy(value) if type(value) in (dict, list, OrderedDict) else value
+        return value.copy() if type(value) is list else value
 
     def _bound_partial(self, value: functools.partial) -> functools.partial:
         if not self._holds_ours([value.func, *value.args, *value.keywords.values()]):
