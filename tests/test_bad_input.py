@@ -10,7 +10,6 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
-    GenerationConfig,
     Qwen3NextConfig,
     StoppingCriteria,
     T5Config,

@@ -365,7 +365,8 @@ def test_every_public_method_of_transformers_caches_has_been_looked_at() -> None
     harmless = set(
         "update get_seq_length get_max_length get_mask_sizes get_query_offset has_previous_state is_compileable "
         "is_initialized is_sliding is_linear is_dummy is_croppable max_batch_size early_initialization "
-        "lazy_initialization layer_class_to_replicate supports_early_init layer_type get_conv_state get_recurrent_state activate_past_recording is_recording_past update_conv_state "
+        "lazy_initialization layer_class_to_replicate supports_early_init layer_type get_conv_state "
+        "get_recurrent_state activate_past_recording is_recording_past update_conv_state "
         "update_recurrent_state update_indexer offload prefetch".split()
     )
     for stock, ours in ((DynamicCache, MarginGateCache), (DynamicLayer, MarginGateLayer)):

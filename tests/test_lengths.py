@@ -14,8 +14,8 @@ from margingate_hf.layers import SHORT_LENGTHS, declared_window, shorten, unknow
 from margingate_hf.prefix import PrefixStore
 from margingate_hf.scoring import score_continuations
 from margingate_hf.verifier import VerifierError, reference_logits, verifier_for
-from margingate_hf.verifier.selftest import TOLERANCE
 from margingate_hf.verifier.reference import eager_twin
+from margingate_hf.verifier.selftest import TOLERANCE
 from sameness import assert_same, canonical, run_batch
 from tiny import BASE, random_prompts, tiny_model
 

@@ -1,4 +1,4 @@
-"""A server is nothing but threads: gated and stock calls side by side, first calls, copies and interrupts among them."""
+"""A server is nothing but threads: gated and stock calls side by side, with first calls, copies and interrupts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def settings_of_the_process() -> tuple:
 
 def attributes_of(model: Any) -> list[tuple]:
     """What a call could leave behind on a model: classes, forwards, hooks and the names that configs hold."""
-    found: list[tuple] = [(type(model).__name__, model.config._attn_implementation, model.config._experts_implementation)]
+    found: list[tuple] = [
+        (type(model).__name__, model.config._attn_implementation, model.config._experts_implementation)
+    ]
     for name, module in model.named_modules():
         found.append((name, type(module), sorted(module.__dict__), len(module._forward_pre_hooks)))
     return found

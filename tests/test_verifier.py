@@ -24,11 +24,11 @@ from margingate_hf.verifier import (
     Verifier,
     VerifierError,
     forget_verifiers,
+    precision,
     reference_logits,
     self_test,
     verifier_for,
 )
-from margingate_hf.verifier import precision
 from margingate_hf.verifier.precision import lowered_precision
 from margingate_hf.verifier.weights import WeightStore
 from planted import PlainPlan, plain_attention

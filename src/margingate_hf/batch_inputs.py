@@ -67,7 +67,7 @@ def _wrong_type(value: Any) -> TypeError:
         "inputs",
         value,
         "it must be a list of prompts, each a list of token ids; encode text with the tokenizer first "
-        "(`tokenizer(prompts)[\"input_ids\"]`), and pass one prompt as `[ids]`",
+        '(`tokenizer(prompts)["input_ids"]`), and pass one prompt as `[ids]`',
         TypeError,
     )
     assert isinstance(error, TypeError)

@@ -101,8 +101,8 @@ class MarginGateLayer(DynamicLayer):
 
     def _held(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
         """
-        Keys or values, float32 `[tokens, heads, dim]`, as the cache can hold them. A masked key is weighed by an exact 0,
-        which NaN and infinity would survive: they are replaced here and their tokens marked, so that whatever is
+        Keys or values, float32 `[tokens, heads, dim]`, as the cache can hold them. A masked key is weighed by an exact
+        0, which NaN and infinity would survive: they are replaced here and their tokens marked, so that whatever is
         computed from them ends its row by an error, and nothing else is touched.
         """
         limit = largest_held(self._cache.dtype, self._cache.kv_planes)
@@ -127,9 +127,9 @@ class MarginGateLayer(DynamicLayer):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "a layer of a MarginGateCache cannot be changed by itself, since its rows' lengths belong to the cache: call "
-            "`reset`, `crop`, `reorder_cache`, `batch_select_indices` or `batch_repeat_interleave` of the cache, or "
-            "`cache.to_dynamic_cache()` for a stock one that can be off-loaded."
+            "a layer of a MarginGateCache cannot be changed by itself, since its rows' lengths belong to the cache: "
+            "call `reset`, `crop`, `reorder_cache`, `batch_select_indices` or `batch_repeat_interleave` of the cache, "
+            "or `cache.to_dynamic_cache()` for a stock one that can be off-loaded."
         )
 
     # What a stock layer does to its own tensors would leave the cache's lengths and its verified columns untrue.
@@ -184,8 +184,8 @@ class MarginGateCache(DynamicCache):
         verified (`list[int]`): leading columns of each row that a verifier pass has written.
         reach (`list[int]`): columns of each row that may hold anything but zeros.
         long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
-        broken (`list[int | None]`): the first column of each row that holds a replacement for a key or value that was NaN
-            or too large; nothing from there on is canonical.
+        broken (`list[int | None]`): the first column of each row that holds a replacement for a key or value that was
+            NaN or too large; nothing from there on is canonical.
         adapters (`list[str | None]`): the PEFT adapter of each row, where a call gives each its own.
         identity ([`CacheIdentity`]): what the columns were computed with.
     """

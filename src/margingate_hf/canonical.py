@@ -20,8 +20,8 @@ def leading_finite(logits: torch.Tensor) -> int:
 def not_finite(row: Row) -> FloatingPointError:
     """The error of a row whose next canonical logits cannot be chosen from."""
     return FloatingPointError(
-        f"the canonical logits of new token {len(row.committed)} are not finite: an activation or a K/V entry overflows "
-        "or is NaN (FP16 holds 65,504 at most; check the checkpoint, or load it in BF16)"
+        f"the canonical logits of new token {len(row.committed)} are not finite: an activation or a K/V entry "
+        "overflows or is NaN (FP16 holds 65,504 at most; check the checkpoint, or load it in BF16)"
     )
 
 

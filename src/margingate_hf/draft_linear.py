@@ -30,8 +30,4 @@ class DraftLinear(torch.nn.Linear):
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
     """Whether a module is a linear layer on CPU with torch's own forward: no subclass, nothing put in its place."""
-    return (
-        type(module) is torch.nn.Linear
-        and module.weight.device.type == "cpu"
-        and "forward" not in module.__dict__
-    )
+    return type(module) is torch.nn.Linear and module.weight.device.type == "cpu" and "forward" not in module.__dict__

@@ -13,7 +13,6 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from .generation import MarginGateGenerationMixin, enabled_class
 from .verifier import forget_verifiers
 
-
 _FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 

@@ -186,8 +186,8 @@ class MarginGateEngine:
             raise KeyError(request_id)
         if len(runs) > 1:
             raise ValueError(
-                f"`request_id`={request_id!r} is in {len(runs)} runs of this engine; call `cancel` of the iterator that "
-                "`iterate` returned."
+                f"`request_id`={request_id!r} is in {len(runs)} runs of this engine; call `cancel` of the iterator "
+                "that `iterate` returned."
             )
         runs[0].cancel(request_id)
 

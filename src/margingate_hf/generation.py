@@ -207,10 +207,14 @@ class MarginGateGenerationMixin(GenerationMixin):
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if isinstance(call, _Call):
             asked = generation_config if generation_config is not None else GenerationConfig()
-            check_generation_config(prepared, call.config, kwargs.get("cache_implementation", asked.cache_implementation))
+            check_generation_config(
+                prepared, call.config, kwargs.get("cache_implementation", asked.cache_implementation)
+            )
             call.samples = prepared.num_return_sequences or 1
             if call.streams and call.samples > 1:
-                raise refuse("streamer", "given", f"streamers take one row, and `num_return_sequences` is {call.samples}")
+                raise refuse(
+                    "streamer", "given", f"streamers take one row, and `num_return_sequences` is {call.samples}"
+                )
             prepared.cache_implementation = None  # a checkpoint's own choice; the gate brings its cache
             prepared._margin_gate_call = call
         return prepared, model_kwargs

@@ -100,8 +100,8 @@ class VerifyGeometry:
         calls: attention calls by layer index; the self-test reads it.
         derives: whether attention was called with anything but what the cache returned, which latent attention computes
             with first; the self-test reads it.
-        broken: bool `[n_tokens]`, tokens with a key or value, in any layer, that the cache cannot hold: NaN or too large.
-            `None` if there are none.
+        broken: bool `[n_tokens]`, tokens with a key or value, in any layer, that the cache cannot hold: NaN or too
+            large. `None` if there are none.
     """
 
     slots: torch.Tensor

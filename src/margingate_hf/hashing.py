@@ -21,7 +21,7 @@ def digest(tensor: torch.Tensor) -> str:
         Equal for equal bytes, on every machine of one byte order.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(flat.numpy())
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def stamp(tensor: torch.Tensor) -> str:

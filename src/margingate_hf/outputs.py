@@ -22,8 +22,8 @@ class RowStatistics:
             `coverage="gated"` the fast path's where it was trusted.
         repaired_columns: K/V columns of the fast path that were replaced: every one a pass covered, or under
             `coverage="gated"` those of wrong tokens.
-        finish_reason: `"eos"`, `"length"`, `"stop"` (a criterion) or `"error"` (canonical logits that are not finite; the
-            `notes` of the call say where).
+        finish_reason: `"eos"`, `"length"`, `"stop"` (a criterion) or `"error"` (canonical logits that are not finite;
+            the `notes` of the call say where).
         receipt: see [`Receipt`], with `MarginGateConfig(receipt=True)`.
     """
 

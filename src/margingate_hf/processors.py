@@ -1,4 +1,4 @@
-"""Logits processors of the user's own: whether they are functions of (ids, scores), and a copy a row where they are not.
+"""Logits processors of the user's own: whether they are functions of (ids, scores), and copies where they are not.
 
 A step's scores may be processed more than once: for its draft, and again when it is verified. A processor that counts
 its calls would be wrong without a word, so the first step of each row is processed twice and compared. One that offers
@@ -56,7 +56,8 @@ def check_pure(processors: LogitsProcessorList, ids: torch.Tensor, scores: torch
 
     Args:
         processors ([`~transformers.LogitsProcessorList`]): of one row.
-        ids (`torch.LongTensor` of shape `[1, length]`), scores (`torch.FloatTensor` of shape `[1, vocabulary]`): the step.
+        ids (`torch.LongTensor` of shape `[1, length]`): the row's tokens before the step.
+        scores (`torch.FloatTensor` of shape `[1, vocabulary]`): its logits.
 
     Raises:
         `ValueError`: names a processor whose second result, or whose own state, is another one.

@@ -36,7 +36,8 @@ class Receipt:
         processors: the row's logits processors with their settings.
         seed, sample: of the noise, `None` when greedy.
         config: the fields of [`MarginGateConfig`] that take part in a token.
-        plan: the verifier's plan; versions: of the libraries. Another plan or version is noted, and makes no replay fail.
+        plan: the verifier's plan; versions: of the libraries. Another plan or version is noted, and makes no replay
+            fail.
         seal: SHA-256 of all other fields. It shows a slip, not a forger: who can write a receipt can seal it.
     """
 

@@ -50,8 +50,8 @@ class Replay:
     Attributes:
         canonical: whether every token is the canonical one and nothing named in `changed` has changed.
         changed: what differs from the receipt, by name: `prompt`, `output`, `new_tokens`, `eos`, `criteria`,
-            `finish_reason`, `checkpoint`, `adapter`, `config`, `sample`, `processors`, or `receipt` where its own fields do not fit
-            its seal.
+            `finish_reason`, `checkpoint`, `adapter`, `config`, `sample`, `processors`, or `receipt` where its own
+            fields do not fit its seal.
         index: of the first token that is not canonical, `None` if all are.
         found, expected: the stored and the canonical token there; `expected` is `None` where the text should have
             ended, both are where it ends too early.
@@ -234,7 +234,9 @@ class _Stored:
         if receipt.plan != plan:
             found.append(f"verified by plan {plan}, made by {receipt.plan}")
         now = versions()
-        different = [name for name in sorted(now.keys() | receipt.versions.keys()) if now.get(name) != receipt.versions.get(name)]
+        different = [
+            name for name in sorted(now.keys() | receipt.versions.keys()) if now.get(name) != receipt.versions.get(name)
+        ]
         for name in different:
             found.append(f"{name} is {now.get(name)}, the receipt names {receipt.versions.get(name)}")
         if receipt.finish_reason == "stop" and not self.request.rules.criteria:

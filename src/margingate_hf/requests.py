@@ -17,8 +17,8 @@ from .placement import execution_device, named_weights
 from .rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 
 GENERATION_FIELDS = GenerationConfig()
-# Every field of transformers' `GenerationConfig`: what the gate honours, what it refuses where it is set to anything that
-# matters, and what moves no token.
+# Every field of transformers' `GenerationConfig`: what the gate honours, what it refuses where it is set to anything
+# that matters, and what moves no token.
 HONOURED_FIELDS = frozenset(
     "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p "
     "top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
@@ -33,7 +33,8 @@ REFUSED_FIELDS = frozenset(
 )
 HARMLESS_FIELDS = frozenset(
     "transformers_version bos_token_id decoder_start_token_id cache_config max_cache_len low_memory early_stopping "
-    "num_beam_groups diversity_penalty continuous_batching_config length_penalty is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+    "num_beam_groups diversity_penalty continuous_batching_config length_penalty is_assistant num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold "
     "assistant_lookbehind target_lookbehind max_matching_ngram_size prefill_chunk_size compile_config disable_compile "
     "return_legacy_cache".split()
 )
@@ -245,7 +246,11 @@ def check_call(model: Any, arguments: dict[str, Any], rows: int | None) -> None:
     known = inspect.signature(type(model).forward).parameters
     for name in sorted(given & set(known) - FORWARD_ARGUMENTS):
         if not hasattr(GENERATION_FIELDS, name):
-            raise refuse(name, "given", "the model's forward takes it, and a verify forward passes on token ids alone; leave it out")
+            raise refuse(
+                name,
+                "given",
+                "the model's forward takes it, and a verify forward passes on token ids alone; leave it out",
+            )
     if "streamer" in given and rows is not None and rows > 1:
         raise refuse("streamer", type(arguments["streamer"]).__name__, f"streamers take one row, got {rows}")
 

@@ -44,7 +44,9 @@ def twin_of(model: torch.nn.Module, implementation: str) -> Any:
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
     """The distinct configs of a model's modules."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    found = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
     return list(found.values())
 
 

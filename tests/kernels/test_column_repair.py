@@ -43,7 +43,16 @@ def test_the_kernel_writes_what_split_planes_gives(dtype: torch.dtype) -> None:
     planes_module = pytest.importorskip("margingate_hf.planes")
     limit = torch.finfo(dtype).max
     x = states(4)
-    x[2, 0, :6] = torch.tensor([1.05 * min(limit, 3.2e38), -1.05 * min(limit, 3.2e38), 2.5 * min(limit, 1e38), float("inf"), float("-inf"), 0.0])
+    x[2, 0, :6] = torch.tensor(
+        [
+            1.05 * min(limit, 3.2e38),
+            -1.05 * min(limit, 3.2e38),
+            2.5 * min(limit, 1e38),
+            float("inf"),
+            float("-inf"),
+            0.0,
+        ]
+    )
     high, low = planes(dtype)
     repair_columns(x, high, low, SLOTS, POSITIONS)
     for mine, theirs in zip((high, low), planes_module.split_planes(x, dtype, 2), strict=True):

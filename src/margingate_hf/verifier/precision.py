@@ -23,7 +23,7 @@ def lowered_precision(device: torch.device) -> str | None:
     """
     if device.type != "cpu":
         return None
-    setting = torch.backends.mkldnn.matmul.fp32_precision
+    setting: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # made at run time
     if setting in ("ieee", "none") or not (torch.cpu._is_amx_tile_supported() or _rounds(setting)):
         return None
     return f"torch.backends.mkldnn.matmul.fp32_precision={setting!r}"
@@ -38,7 +38,8 @@ def check_precision(device: torch.device) -> None:
     if lowered is not None:
         raise LoweredPrecisionError(
             f"`{lowered}` lets this processor round FP32 operands, so no canonical value can be computed. It is a "
-            'setting of the whole process, which the margin gate leaves alone: call `torch.set_float32_matmul_precision("highest")` '
+            "setting of the whole process, which the margin gate leaves alone: call "
+            '`torch.set_float32_matmul_precision("highest")` '
             "(BF16 products are not affected by it)."
         )
 

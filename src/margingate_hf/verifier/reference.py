@@ -37,9 +37,7 @@ _UPCAST = frozenset(
 )
 
 
-_CASTS = frozenset(
-    {torch.Tensor.to, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.type, torch.Tensor.type_as}
-)
+_CASTS = frozenset({torch.Tensor.to, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.type, torch.Tensor.type_as})
 
 
 def _rounds_activation(before: torch.Tensor, after: Any) -> bool:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ..adapters import BASE, row_adapters
+from ..cache import MarginGateCache
 from ..config import MarginGateConfig
 from ..dispatch import implementation
 from ..geometry import KV_BLOCK, Segment, verify_geometry
-from ..adapters import BASE, row_adapters
-from ..cache import MarginGateCache
 from ..layers import KNOWN_LAYER_TYPES, unknown_lengths
 from ..placement import execution_device
 from ..rope import needs_long_table, rotary_modules

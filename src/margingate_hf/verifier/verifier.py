@@ -213,7 +213,9 @@ class Verifier:
         autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
         with torch.no_grad(), autocast, geometry_scope(geometry), self.mode:
             if not torch._C._is_torch_function_enabled():
-                raise RuntimeError("torch functions are disabled in this thread, so the verifier cannot see the model's.")
+                raise RuntimeError(
+                    "torch functions are disabled in this thread, so the verifier cannot see the model's."
+                )
             yield
         check_precision(self.device)  # another thread may have lowered it meanwhile
 

@@ -143,7 +143,7 @@ class WeightStore:
         return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bfloat16()
 
     def stays(self, weight: torch.Tensor) -> bool:
-        """Whether a weight is the model's own and lies where it lay at the last `refresh`: its packed copy can be kept."""
+        """Whether a weight is the model's own and lies where it lay at the last `refresh`: a copy of it can be kept."""
         return weight.untyped_storage().data_ptr() in self._owners
 
     def short(self, weight: torch.Tensor) -> Any:
