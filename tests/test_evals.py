@@ -170,7 +170,7 @@ def test_timing_programs_end_to_end(
 @pytest.mark.smollm2
 def test_batching_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--model", str(tiny_checkpoint), "--jobs", "chat", "--limit", "3", "--new-tokens", "4", "--rows", "2"]
-    arguments += ["--systems", "stock, static, arrival order;certified, engine", "--memory-limit", "0"]
+    arguments += ["--systems", "stock, static, arrival order;certified, engine", "--memory-repeats", "0"]
     arguments += ["--out", str(tmp_path)]
 
     def times(repeats: int) -> dict[str, list[float]]:

@@ -160,6 +160,7 @@ def test_a_cache_of_one_adapter_is_not_read_for_another() -> None:
     one = generate(model, adapter_names=["one"])
     two = generate(model, adapter_names=["two"], cache=one.cache)
     assert two.margin_gate.reused_tokens == 0
+    assert two.margin_gate.fingerprint != one.margin_gate.fingerprint
     assert two.sequences[0, 40:].tolist() == alone(model, "two", PROMPTS[0]).tokens
     again = generate(model, adapter_names=["two"], cache=two.cache)
     assert again.margin_gate.reused_tokens == 39

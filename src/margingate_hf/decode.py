@@ -7,6 +7,7 @@ reaches a streamer, a stopping criterion or the output.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import time
@@ -108,9 +109,10 @@ class DecodeLoop:
         self.notes = [*self.calibrated.notes, *_clock_notes(request.criteria)]
         self.statistics = MarginGateStatistics(
             plan=f"{verifier.name}/planes{self.config.kv_planes}",
-            fingerprint=verifier.store.fingerprint,
+            fingerprint=_with_adapters(verifier.store.fingerprint, self.rows),
             config=self.config.to_dict(),
         )
+        self.weights = verifier.store.fingerprint
         for row in self.rows:  # a processor that cannot be described should fail before the work, not after it
             self.receipt(row)
 
@@ -136,7 +138,7 @@ class DecodeLoop:
         for row in [row for row in (*self.waiting, *self.active) if row.cancelled]:
             row.finish_reason = "cancelled"
             self._end(row)
-        if self.verifier.store.fingerprint != self.statistics.fingerprint:
+        if self.verifier.store.fingerprint != self.weights:
             for row in [*self.waiting, *self.active]:
                 row.fail(RuntimeError("the model's weights or adapters were changed while this prompt was decoded"))
                 self._end(row)
@@ -409,7 +411,7 @@ class DecodeLoop:
         if not self.config.receipt:
             return None
         statistics = self.statistics
-        return receipt_of(row, self.config, self.request.rules, statistics.fingerprint, statistics.plan).to_dict()
+        return receipt_of(row, self.config, self.request.rules, self.weights, statistics.plan).to_dict()
 
     def totals(self) -> MarginGateStatistics:
         """Adds up the rows' statistics."""
@@ -450,3 +452,11 @@ def _clock_notes(criteria: StoppingCriteriaList) -> list[str]:
     """What makes the length of an output depend on the clock, in words."""
     timed = [item.max_time for item in criteria if isinstance(item, MaxTimeCriteria)]
     return [f"max_time={seconds}: where an output ends depends on the machine's speed" for seconds in timed]
+
+
+def _with_adapters(weights: str, rows: list[Row]) -> str:
+    """The fingerprint of a call: that of the weights, and where rows have adapters of their own, of their names too."""
+    names = [row.adapter for row in sorted(rows, key=lambda row: row.index)]
+    if not any(names):
+        return weights
+    return hashlib.sha256(f"{weights}{names}".encode()).hexdigest()[: len(weights)]

@@ -286,7 +286,7 @@ class EngineRun(Iterator[MarginGateGenerationOutput]):
             self.finished = True
         request.rows.sort(key=lambda row: row.index)
         verifier.refresh()
-        if verifier.store.fingerprint != loop.statistics.fingerprint:
+        if verifier.store.fingerprint != loop.weights:
             engine.prefixes.clear()  # some of what was kept may be of neither
         engine.statistics = loop.totals()
 

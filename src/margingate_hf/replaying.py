@@ -239,7 +239,7 @@ class _Stored:
         ]
         for name in different:
             found.append(f"{name} is {now.get(name)}, the receipt names {receipt.versions.get(name)}")
-        if receipt.finish_reason == "stop" and not self.request.rules.criteria:
+        if receipt.finish_reason == "stop" and receipt.criteria and not self.request.rules.criteria:
             found.append(f"whether {', '.join(receipt.criteria)} ended the text was not checked: pass it to the replay")
         return found
 
