@@ -65,8 +65,7 @@ def activate(twin: torch.nn.Module, adapter: str | None) -> None:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hands_out_adapters(hook)]:
             del hooks[key]
-            for flags in (module._forward_pre_hooks_with_kwargs,):
-                flags.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         state = vars(module)
         if adapter is None or "_active_adapter" not in state:
             continue

@@ -30,6 +30,7 @@ _VOLATILE = frozenset(
 _IGNORED = frozenset("training gradient_checkpointing name_or_path warnings_issued hf_device_map".split())
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 _DEPTH = 4
+_LARGEST = 1024  # entries of a list or a dict that are looked at
 
 
 def describe_state(model: torch.nn.Module) -> str:
@@ -80,6 +81,8 @@ def _plain(value: Any) -> str | None:
     """Text of a value made of scalars, `None` of any other."""
     if isinstance(value, enum.Enum) or type(value) in _SCALARS:
         return repr(value)
+    if isinstance(value, (list, tuple, Mapping)) and len(value) > _LARGEST:
+        return f"{type(value).__qualname__} of {len(value)}"  # the tables of a grammar, a vocabulary
     if isinstance(value, (list, tuple)):
         parts = [_plain(item) for item in value]
         return None if any(part is None for part in parts) else f"[{','.join(map(str, parts))}]"
