@@ -40,9 +40,28 @@ def report_of(model: Any, tokenizer: Any = None, **arguments: Any) -> Any:
     return audit(model, tokenizer or Numbers(), TEXTS, **arguments)
 
 
+def rounding_by_the_batch(model: Any) -> Any:
+    """Planted, for processors whose 16-bit products happen not to depend on this batch: last places of activations."""
+
+    def nudge(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.dtype != torch.bfloat16 or output.shape[0] == 1:
+            return output
+        signs = 1 - 2 * (torch.arange(output.shape[-1]) % 2)
+        return (output * (1 + 2.0**-6 * signs)).to(output.dtype)
+
+    model.model.norm.register_forward_hook(nudge)
+    return model
+
+
 @pytest.fixture(scope="module")
 def report() -> Any:
-    return report_of(tiny_model("llama"))
+    found = report_of(tiny_model("llama"))
+    return found if found.moved else report_of(rounding_by_the_batch(tiny_model("llama")))
+
+
+def test_planted_rounding_is_called_rounding() -> None:
+    planted = report_of(rounding_by_the_batch(tiny_model("llama")))
+    assert 0 < planted.moved < len(TEXTS) and planted.bugs == planted.gated_moved == 0
 
 
 def test_rounding_is_called_rounding(report: Any) -> None:
