@@ -265,6 +265,12 @@ def test_a_state_and_gated_coverage_do_not_go_together(llama: Any) -> None:
         generate(llama, logits_processor=LogitsProcessorList([Resettable()]), margin_gate={"coverage": "gated"})
 
 
+@pytest.mark.parametrize("kind", [Alternate, Late])
+def test_one_without_a_copy_is_refused_under_gated_coverage_too(kind: type, llama: Any) -> None:
+    with pytest.raises(ValueError, match=f"`logits_processor`='{kind.__name__}'.*keeps a state"):
+        generate(llama, logits_processor=LogitsProcessorList([kind()]), margin_gate={"coverage": "gated"})
+
+
 def test_a_recorder_that_says_it_is_pure_is_let_through(llama: Any) -> None:
     gate = MarginGateLogitsProcessor()
     assert torch.equal(generate(llama, logits_processor=LogitsProcessorList([gate])), generate(llama))

@@ -31,7 +31,8 @@ def as_prompts(inputs: Any, model: Any) -> list[list[int]]:
         raise _wrong_type(inputs)
     if isinstance(inputs, torch.Tensor) and inputs.dim() != 2:
         raise _wrong_type(f"tensor of shape {tuple(inputs.shape)}")
-    return [_prompt(index, prompt, vocabulary_of(model)) for index, prompt in enumerate(inputs)]
+    vocabulary = vocabulary_of(model)
+    return [_prompt(index, prompt, vocabulary) for index, prompt in enumerate(inputs)]
 
 
 def _unpadded(inputs: Mapping) -> list[list[int]]:

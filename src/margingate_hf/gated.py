@@ -59,6 +59,12 @@ class GatedLoop(DecodeLoop):
         for row in [row for row in rows if row.done]:
             self._end(row)
 
+    @staticmethod
+    def _scores(row: Row, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of a step that may stand: no draft, so a row's first one is checked like a verified one."""
+        ids = [*row.prompt, *row.committed]
+        return row.perturb(row.process(ids, logits.float()), len(ids))
+
     def _product(self) -> None:
         """The model's own: what it drafts may stand."""
 

@@ -176,8 +176,6 @@ class MarginGateGenerationMixin(GenerationMixin):
         Raises:
             As `generate`.
         """
-        if not getattr(self, "_margin_gate_enabled", False):
-            raise refuse("model", type(self).__name__, "it was disabled; call `margingate_hf.enable(model)` again")
         check_model(self)
         inputs = as_prompts(inputs, self)
         for name in ("input_ids", "attention_mask", "cache", "past_key_values", "streamer"):

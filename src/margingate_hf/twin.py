@@ -61,6 +61,7 @@ class _Builder:
         self._twins: dict[int, torch.nn.Module] = {}
 
     def build(self) -> torch.nn.Module:
+        """The copy of the whole tree: first every module empty, then each filled with copies in place of originals."""
         modules = list(self._model.modules())
         for module in modules:
             opaque = isinstance(module, torch.jit.ScriptModule)  # the self-test sees what it does

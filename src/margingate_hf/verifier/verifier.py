@@ -148,14 +148,15 @@ class Verifier:
         counts = [_count(segment, keep, index) for index, segment in enumerate(segments)]
         found: dict[int, list[torch.Tensor]] = {index: [] for index in range(len(segments))}
         joined: list[torch.Tensor] = []
-        for members in _by_adapter(cache, segments):
+        groups = _by_adapter(cache, segments)
+        for members in groups:
             for part in _passes([segments[index] for index in members], [counts[index] for index in members]):
                 joined.append(self._forward(cache, part))
                 for piece, logits in zip(part, joined[-1].split([piece.kept for piece in part]), strict=True):
                     cache.extend(piece.segment.slot, piece.segment.start, piece.segment.tokens, verified=True)
                     found[members[piece.index]].append(logits)
         self.column_bytes = cache.column_bytes
-        if len({cache.adapters[segment.slot] for segment in segments}) == 1:
+        if len(groups) == 1:
             return _joined(joined)  # in order as they come
         return torch.cat([logits for index in range(len(segments)) for logits in found[index]])
 
