@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documentation: `python docs/generate.py`. `tests/test_docs.py` compares them."""
+"""Writes the generated parts of the documentation: `python docs/generate.py`; a test compares them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from margingate_hf import MarginGateConfig, enable
-from margingate_hf.demo.checkpoint import quiet_transformers
+from margingate_hf.cli.checkpoints import quiet_transformers
 
 from .machine import as_text, describe
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from margingate_hf import MarginGateConfig
-from margingate_hf.demo.compare import generate_batches
-from margingate_hf.gate import top2_margin
+from margingate_hf.analysis.compare import generate_batches
+from margingate_hf.decoding.margin import top2_margin
 
 from .machine import peak_bytes
 

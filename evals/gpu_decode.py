@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from margingate_hf import MarginGateConfig, enable
-from margingate_hf.demo.compare import decode_all, divergence
-from margingate_hf.demo.prompts import PROMPTS
-from margingate_hf.demo.run import as_prompts, load
-from margingate_hf.geometry import Segment, verify_geometry
+from margingate_hf.analysis.compare import decode_all, divergence
+from margingate_hf.cli.demo import as_prompts, load
+from margingate_hf.cli.prompts import PROMPTS
+from margingate_hf.forward.context import Segment, verify_geometry
 from margingate_hf.verifier import Verifier, forget_verifiers, verifier_for
 
 from .gpu_kernels import Clock, Row

@@ -16,8 +16,8 @@ import torch
 from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateCache, MarginGateConfig
-from margingate_hf.demo.run import load
-from margingate_hf.geometry import DecodeGeometry, Segment, geometry_scope
+from margingate_hf.cli.demo import load
+from margingate_hf.forward.context import DecodeGeometry, Segment, geometry_scope
 from margingate_hf.verifier import Verifier, verifier_for
 
 from .machine import as_text, describe

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 from lm_eval.tasks import TaskManager
 
-from margingate_hf.demo.checkpoint import fetch
+import lm_eval
+from margingate_hf.cli.checkpoints import fetch
 from margingate_hf.lm_eval import register
 
 from .machine import as_text, describe

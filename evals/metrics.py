@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from margingate_hf.demo.compare import first_difference
+from margingate_hf.analysis.compare import first_difference
 
 from .decoding import Run
 

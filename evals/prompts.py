@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from margingate_hf.prompt_sets import DATASETS, SOURCES, load_prompts
+from margingate_hf.cli.prompt_sets import DATASETS, SOURCES, load_prompts
 
 __all__ = ["DATASETS", "SOURCES", "load_few_shot", "load_prompts"]
 

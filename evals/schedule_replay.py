@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from margingate_hf import MarginGateConfig, MarginGateEngine
-from margingate_hf.calibration import flip_curve, observe
-from margingate_hf.demo.run import as_ids, load
-from margingate_hf.rows import Row
-from margingate_hf.schedule import Costs, FlipCurve, Pending, flip_probability, should_verify
+from margingate_hf.analysis.calibrate import flip_curve, observe
+from margingate_hf.cli.demo import as_ids, load
+from margingate_hf.decoding.rows import Row
+from margingate_hf.decoding.schedule import Costs, FlipCurve, Pending, flip_probability, should_verify
 from margingate_hf.verifier import verifier_for
 
 from .machine import as_text, describe

@@ -13,8 +13,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateConfig
-from margingate_hf.demo.compare import decode_all
-from margingate_hf.demo.run import as_prompts, load
+from margingate_hf.analysis.compare import decode_all
+from margingate_hf.cli.demo import as_prompts, load
 from margingate_hf.verifier import verifier_for
 
 from .machine import as_text, describe

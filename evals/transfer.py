@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from margingate_hf.bounds import binomial_upper_bound
-from margingate_hf.calibration import calibrate, collect
-from margingate_hf.demo.run import as_ids, load
+from margingate_hf.analysis.bounds import binomial_upper_bound
+from margingate_hf.analysis.calibrate import calibrate, collect
+from margingate_hf.cli.demo import as_ids, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts

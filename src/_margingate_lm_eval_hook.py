@@ -11,7 +11,7 @@ import sys
 
 MODULE = "lm_eval.models"
 NAME = "margingate-hf"
-TARGET = "margingate_hf.lm_eval_model:MarginGateLM"
+TARGET = "margingate_hf.lm_eval.model:MarginGateLM"
 
 
 def register():

@@ -57,7 +57,7 @@ def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in BF16, enabled, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from margingate_hf.demo.checkpoint import fetch
+    from margingate_hf.cli.checkpoints import fetch
 
     path = fetch()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()

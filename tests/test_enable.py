@@ -16,6 +16,7 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, pipeline
 
+from bitwise import assert_same, canonical, padded, run_batch
 from margingate_hf import (
     MarginGateConfig,
     MarginGateGenerationMixin,
@@ -25,7 +26,6 @@ from margingate_hf import (
     generation,
 )
 from margingate_hf.verifier import verifier_for
-from sameness import assert_same, canonical, padded, run_batch
 from tiny import random_prompts, tiny_config, tiny_model
 
 PROMPTS = random_prompts([7, 15])

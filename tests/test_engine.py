@@ -13,11 +13,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from bitwise import canonical
+from fault_injection import plain_verifier
 from margingate_hf import MarginGateConfig, MarginGateEngine, enable
-from margingate_hf.prefix import PREFIX_BLOCK, PrefixStore, shared_blocks
+from margingate_hf.kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore, shared_blocks
 from margingate_hf.verifier import verifier_for
-from planted import plain_verifier
-from sameness import canonical
 from tiny import random_prompts, tiny_model
 
 GATE = MarginGateConfig(schedule="window", window=4)
@@ -243,7 +243,7 @@ def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
     length = 128  # the longest prompt and its new tokens, in whole blocks
     engine = MarginGateEngine(model, GATE, max_rows=8, kv_bytes=2 * verifier.column_bytes * length)
     seen = []
-    with mock.patch("margingate_hf.decode.DecodeLoop._verify", autospec=True, side_effect=_recording(seen)):
+    with mock.patch("margingate_hf.decoding.loop.DecodeLoop._verify", autospec=True, side_effect=_recording(seen)):
         out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert max(seen) == 2
     assert [out[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))] == [tokens for tokens, _ in alone]
@@ -253,7 +253,7 @@ def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
 
 
 def _recording(seen: list[int]) -> Any:
-    from margingate_hf.decode import DecodeLoop
+    from margingate_hf.decoding.loop import DecodeLoop
 
     verify = DecodeLoop._verify
 

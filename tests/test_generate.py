@@ -14,8 +14,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from bitwise import assert_same, canonical, padded, run_batch
 from margingate_hf import MarginGateCache, MarginGateConfig, MarginGateOutput, enable
-from sameness import assert_same, canonical, padded, run_batch
 from tiny import random_prompts, tiny_model
 
 PROMPTS = random_prompts([7, 19, 4])

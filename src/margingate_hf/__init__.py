@@ -1,19 +1,18 @@
 """Batch-invariant greedy decoding for Hugging Face Transformers."""
 
-from .auditing import AuditReport, audit
-from .cache import MarginGateCache
-from .calibration import calibrate
-from .calibration_record import MarginGateCalibration
+from .analysis.audit import AuditReport, audit
+from .analysis.calibrate import calibrate
+from .analysis.replay import Replay, Transcript, replay, replay_all
 from .config import MarginGateConfig
+from .decoding.calibration_record import MarginGateCalibration
+from .decoding.margin import MarginGateLogitsProcessor
+from .decoding.receipts import Receipt
 from .enabling import MarginGateModelForCausalLM, disable, enable
 from .engine import MarginGateEngine, MarginGateGenerationOutput
-from .gate import MarginGateLogitsProcessor
 from .generation import MarginGateGenerationMixin
+from .kv_cache.cache import MarginGateCache
 from .outputs import MarginGateOutput, MarginGateStatistics, RowStatistics
-from .receipts import Receipt
-from .replaying import Replay, Transcript, replay, replay_all
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "AuditReport",
@@ -31,6 +30,7 @@ __all__ = [
     "Replay",
     "RowStatistics",
     "Transcript",
+    "__version__",
     "audit",
     "calibrate",
     "disable",

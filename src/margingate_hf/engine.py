@@ -15,15 +15,15 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from .batch_inputs import as_prompts
 from .config import MarginGateConfig
-from .decode import DecodeRequest
-from .geometry import whole_blocks
-from .loops import loop_for
+from .decoding.checks import refuse
+from .decoding.loop import DecodeRequest
+from .decoding.prompts import as_prompts
+from .decoding.rows import Row
+from .decoding.run import loop_for
+from .forward.context import whole_blocks
+from .kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore, shared_blocks
 from .outputs import MarginGateStatistics
-from .prefix import PREFIX_BLOCK, PrefixStore, shared_blocks
-from .requests import refuse
-from .rows import Row
 from .verifier import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)

@@ -18,18 +18,8 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from .adapters import row_adapters
-from .batch_inputs import as_prompts
-from .cache import CacheIdentity, MarginGateCache
 from .config import MarginGateConfig
-from .decode import DecodeRequest
-from .engine import MarginGateEngine
-from .loops import decode
-from .noise import GumbelNoise
-from .outputs import MarginGateOutput
-from .placement import execution_device
-from .processors import keeps_state, row_copies
-from .requests import (
+from .decoding.checks import (
     check_call,
     check_gate,
     check_generation_config,
@@ -39,9 +29,19 @@ from .requests import (
     refuse,
     unpadded_prompts,
 )
-from .rope import needs_long_table
-from .rows import Row
-from .sequences import sequences_of, stacked
+from .decoding.gumbel import GumbelNoise
+from .decoding.loop import DecodeRequest
+from .decoding.processors import keeps_state, row_copies
+from .decoding.prompts import as_prompts
+from .decoding.rows import Row
+from .decoding.run import decode
+from .decoding.sequences import sequences_of, stacked
+from .engine import MarginGateEngine
+from .forward.adapters import row_adapters
+from .forward.devices import execution_device
+from .forward.rope import needs_long_table
+from .kv_cache.cache import CacheIdentity, MarginGateCache
+from .outputs import MarginGateOutput
 from .verifier import verifier_for
 
 

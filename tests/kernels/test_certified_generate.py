@@ -9,12 +9,12 @@ import torch
 from faulty import with_fault
 
 import margingate_kernels
-from margingate_hf import MarginGateConfig, MarginGateModelForCausalLM, enable, triton_backend
-from margingate_hf.dispatch import VARIABLE
-from margingate_hf.geometry import Segment
-from margingate_hf.verifier import Verifier, self_test, verifier_for
+from bitwise import Run, assert_same, canonical, padded, run_batch
+from margingate_hf import MarginGateConfig, MarginGateModelForCausalLM, enable
+from margingate_hf.forward.context import Segment
+from margingate_hf.forward.dispatch import VARIABLE
+from margingate_hf.verifier import Verifier, self_test, triton, verifier_for
 from margingate_hf.verifier.plans import CPU_PLANS
-from sameness import Run, assert_same, canonical, padded, run_batch
 from tiny import tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [100] * 20, [3, 4]]
@@ -102,7 +102,7 @@ def test_other_architectures_and_formats(
         cache.check()
         return torch.cat(parts)
 
-    plan = triton_backend.TRITON_PLANS[name == "deepseek-v3"]
+    plan = triton.TRITON_PLANS[name == "deepseek-v3"]
     ours = logits(plan)
     assert torch.equal(logits(plan, 1, 4, 13), ours), "cut into windows"
     monkeypatch.setenv(VARIABLE, "torch")
@@ -115,9 +115,9 @@ def test_other_architectures_and_formats(
 def test_an_attention_whose_blocks_follow_the_window_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = "        BLOCK=table.block,\n", "        BLOCK=table.block if tokens > 5 else 16,\n"
     faulty = with_fault(tmp_path, ("attention.py", right, wrong))
-    monkeypatch.setattr(triton_backend.kernels, "ragged_attention", faulty.ragged_attention)
+    monkeypatch.setattr(triton.kernels, "ragged_attention", faulty.ragged_attention)
     model = small(num_hidden_layers=1, max_position_embeddings=20)
-    assert "invariance" in str(self_test(Verifier(model, triton_backend.TRITON_PLANS[0])))
+    assert "invariance" in str(self_test(Verifier(model, triton.TRITON_PLANS[0])))
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def test_rounds_to_nearest_even_and_touches_nothing_else(two: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_writes_what_split_planes_gives(dtype: torch.dtype) -> None:
     """Also for values that one plane cannot hold: two can up to twice its largest, beyond that the sum is infinite."""
-    planes_module = pytest.importorskip("margingate_hf.planes")
+    planes_module = pytest.importorskip("margingate_hf.kv_cache.formats")
     limit = torch.finfo(dtype).max
     x = states(4)
     x[2, 0, :6] = torch.tensor(

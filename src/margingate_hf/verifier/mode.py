@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, resolve_name
 
-from ..dispatch import implementation
-from ..fixed_plan import fixed_plan
-from ..geometry import VerifyGeometry, current_geometry
+from ..forward.context import VerifyGeometry, current_geometry
+from ..forward.dispatch import implementation
+from ..forward.fixed_plan import fixed_plan
 from . import arithmetic
 from .weights import WeightStore
 

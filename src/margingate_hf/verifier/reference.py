@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..adapters import activate
-from ..layers import shorten
-from ..placement import execution_device
-from ..twin import twin_of
+from ..forward.adapters import activate
+from ..forward.devices import execution_device
+from ..forward.lengths import shorten
+from ..forward.twin import twin_of
 from .precision import check_precision
 
 OUTPUTS = 8192  # of a linear layer, up-cast at a time

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..adapters import row_adapters
 from ..config import MarginGateConfig
-from ..dispatch import backend_for, implementation
-from ..model_state import describe_structure
-from ..placement import execution_device
+from ..forward.adapters import row_adapters
+from ..forward.devices import execution_device
+from ..forward.dispatch import backend_for, implementation
+from .model_state import describe_structure
 from .plans import LinearPlan
 from .precision import check_precision
 from .selftest import choose_verifier

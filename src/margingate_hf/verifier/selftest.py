@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from ..adapters import BASE, row_adapters
-from ..cache import MarginGateCache
 from ..config import MarginGateConfig
-from ..dispatch import implementation
-from ..geometry import KV_BLOCK, Segment, verify_geometry
-from ..layers import KNOWN_LAYER_TYPES, unknown_lengths
-from ..placement import execution_device
-from ..rope import needs_long_table, rotary_modules
+from ..forward.adapters import BASE, row_adapters
+from ..forward.context import KV_BLOCK, Segment, verify_geometry
+from ..forward.devices import execution_device
+from ..forward.dispatch import implementation
+from ..forward.lengths import KNOWN_LAYER_TYPES, unknown_lengths
+from ..forward.rope import needs_long_table, rotary_modules
+from ..kv_cache.cache import MarginGateCache
 from .arithmetic import probe_elementwise, probe_reductions
-from .audit import OperatorAudit
 from .mode import StrictVerifierError
+from .operator_audit import OperatorAudit
 from .plans import LinearPlan, probe_linear
 from .precision import LoweredPrecisionError
 from .reference import eager_twin, reference_logits

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..cache import CacheIdentity, MarginGateCache
-from ..dispatch import implementation
-from ..geometry import Segment, VerifyGeometry, geometry_scope, verify_geometry
-from ..interfaces import forward_twin
-from ..placement import execution_device
-from ..schedule import CostMeter
+from ..decoding.schedule import CostMeter
+from ..forward.context import Segment, VerifyGeometry, geometry_scope, verify_geometry
+from ..forward.devices import execution_device
+from ..forward.dispatch import implementation
+from ..forward.registered import forward_twin
+from ..kv_cache.cache import CacheIdentity, MarginGateCache
 from .draft_products import DraftProducts
 from .mode import VerifierMode
 from .plans import LinearPlan

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import torch
 
-from ..hashing import digest, stamp
-from ..model_state import describe_state
-from ..placement import named_weights
+from ..forward.devices import named_weights
+from .hashing import digest, stamp
+from .model_state import describe_state
 from .plans import LinearPlan, reorder
 from .precision import multiplies_bfloat16
 

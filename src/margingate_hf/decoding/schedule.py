@@ -1,0 +1,193 @@
+"""When to run a verifier pass. Decides speed alone: the tokens are the same whatever it answers."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..config import MarginGateConfig
+
+# P(a draft is not the canonical token) by its margin m in logits: FLIP_AT_TIE * exp(-m / FLIP_DECAY). Two candidates
+# at a tie are right half the time; the decay fits SmolLM2 in BF16 (2.5 % of drafts flip, nearly all below 0.5 logits).
+FLIP_AT_TIE = 0.5
+FLIP_DECAY = 0.15
+# The same for a draft whose margin is not known yet.
+FLIP_BEFORE_DRAFT = 0.025
+# What the cost schedule fills while it has measured neither a step nor a pass.
+UNMEASURED_WINDOW = 8
+
+
+def flip_probability(margin: float) -> float:
+    """
+    Prior probability that the verifier replaces a draft.
+
+    Args:
+        margin (`float`): the draft's top-1/top-2 gap in logits; NaN counts as a tie.
+    """
+    return FLIP_AT_TIE if math.isnan(margin) else FLIP_AT_TIE * math.exp(-margin / FLIP_DECAY)
+
+
+@dataclass(frozen=True)
+class FlipCurve:
+    """
+    Calibrated probability that the verifier replaces a draft, constant between edges.
+
+    Attributes:
+        edges: margins in logits, ascending; the first is 0.
+        probabilities: one an edge, for margins from it to the next; the last holds to infinity.
+    """
+
+    edges: tuple[float, ...]
+    probabilities: tuple[float, ...]
+
+    def __call__(self, margin: float) -> float:
+        """Probability at a margin; NaN counts as a tie."""
+        if math.isnan(margin):
+            return self.probabilities[0]
+        return self.probabilities[max(0, bisect.bisect_right(self.edges, margin) - 1)]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """
+    One row between two passes.
+
+    Attributes:
+        drafts: unverified tokens.
+        low: those among them whose margin was under the threshold.
+        would_end: whether the last of them ends the row (EOS or the length limit), so that drafting on is pointless.
+        survival: probability that all drafts so far are canonical.
+        expected: expected tokens a pass would commit now, the canonical one behind the agreeing prefix included.
+    """
+
+    drafts: int
+    low: int
+    would_end: bool
+    survival: float = 1.0
+    expected: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """
+    Seconds on this machine: a fast step takes `step_fixed + step_row * rows`, a pass `pass_fixed + pass_token *
+    tokens`.
+    """
+
+    step_fixed: float
+    step_row: float
+    pass_fixed: float
+    pass_token: float
+
+
+def should_verify(rows: Sequence[Pending], config: MarginGateConfig, costs: Costs | None = None) -> bool:
+    """
+    Whether to verify all rows now rather than draft one more token each.
+
+    A pass reads a row's drafts and the token before them, so `window` tokens mean `window - 1` drafts. Under
+    `schedule="step"` it reads the token before the one draft alone, and gives nothing beyond it.
+
+    Args:
+        rows (`Sequence[Pending]`): the rows still decoding.
+        config ([`MarginGateConfig`]): `window`, `schedule`, `low_margin_limit`.
+        costs ([`Costs`], *optional*): measured times, for `schedule="cost"`; without them that schedule fills a short
+            window.
+    """
+    if config.schedule == "step" and config.window > 1:
+        return any(row.drafts for row in rows)
+    unmeasured = config.schedule == "cost" and costs is None
+    window = min(config.window, UNMEASURED_WINDOW) if unmeasured else config.window
+    for row in rows:
+        if row.would_end or row.drafts + 1 >= window:
+            return True
+        if config.schedule == "margin" and row.low >= config.low_margin_limit:
+            return True
+    return config.schedule == "cost" and costs is not None and not drafting_pays(rows, costs)
+
+
+def drafting_pays(rows: Sequence[Pending], costs: Costs) -> bool:
+    """
+    Whether one more draft a row lowers the expected time per committed token.
+
+    A cycle of fast steps and one pass commits `E` tokens in expectation and takes `C` seconds. One more step adds to
+    `E` the probability that its draft will be committed, and to `C` its own time and that of verifying its drafts.
+    Stop as soon as that marginal rate falls below `E / C`: the rule of renewal-reward theory for a gain that falls
+    from step to step.
+    """
+    count = len(rows)
+    step = costs.step_fixed + costs.step_row * count + costs.pass_token * count
+    spent = max(row.drafts for row in rows) * (costs.step_fixed + costs.step_row * count)
+    spent += costs.pass_fixed + costs.pass_token * sum(row.drafts + 1 for row in rows)
+    expected = sum(row.expected for row in rows)
+    gain = (1.0 - FLIP_BEFORE_DRAFT) * sum(row.survival for row in rows)
+    return gain * spent > expected * step
+
+
+@dataclass
+class Line:
+    """Least squares `seconds = fixed + each * count`, old observations fading by `KEEP` at each new one."""
+
+    KEEP = 0.97
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, count: int, seconds: float) -> None:
+        """One observation."""
+        for name, value in (
+            ("weight", 1.0),
+            ("x", count),
+            ("y", seconds),
+            ("xx", count * count),
+            ("xy", count * seconds),
+        ):
+            setattr(self, name, getattr(self, name) * self.KEEP + value)
+
+    def fit(self) -> tuple[float, float] | None:
+        """`(fixed, each)`, neither negative, or `None` before the first observation."""
+        if not self.weight:
+            return None
+        spread = self.xx * self.weight - self.x * self.x
+        if spread <= 1e-9 * self.xx * self.weight:  # one count only: all of it may be fixed
+            return self.y / self.weight, 0.0
+        each = max(0.0, (self.xy * self.weight - self.x * self.y) / spread)
+        fixed = (self.y - each * self.x) / self.weight
+        return (fixed, each) if fixed >= 0 else (0.0, self.xy / self.xx)
+
+
+@dataclass
+class CostMeter:
+    """
+    Learns [`Costs`] from the steps and passes of one verifier, across calls.
+
+    The first step is not counted: it packs weights and generates code. Where no steps are taken any more because they
+    seemed dear, they are forgotten after `RETRY` passes and one is tried again: it may have been a stall.
+    """
+
+    RETRY = 32
+    steps: Line = field(default_factory=Line)
+    passes: Line = field(default_factory=Line)
+    warm: bool = False
+    idle: int = 0
+
+    def add_step(self, rows: int, seconds: float) -> None:
+        """A fast step of so many rows."""
+        if self.warm:
+            self.steps.add(rows, seconds)
+        self.warm, self.idle = True, 0
+
+    def add_pass(self, tokens: int, seconds: float) -> None:
+        """A verifier pass over so many tokens."""
+        self.passes.add(tokens, seconds)
+        self.idle += 1
+        if self.idle >= self.RETRY:
+            self.steps, self.idle = Line(), 0
+
+    def costs(self) -> Costs | None:
+        """What has been measured, or `None` before a step and a pass have been."""
+        step, full = self.steps.fit(), self.passes.fit()
+        return None if step is None or full is None else Costs(*step, *full)

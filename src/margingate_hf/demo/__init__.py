@@ -1,1 +1,0 @@
-"""`margingate demo`: a real checkpoint, the project's own prompts, plain decoding and the gate side by side."""

@@ -1,0 +1,122 @@
+"""The attention, mask and experts functions of our forwards, registered with transformers under one name.
+
+Only the configs of a [`twin`] carry that name, so these functions run inside a pass of ours and nowhere else. Called
+without one they raise: attention without a mask would be a wrong answer that looks like a right one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from .adapters import activate
+from .context import Geometry, VerifyGeometry, current_geometry
+from .dispatch import implementation
+from .draft_linear import DraftLinear, is_plain_linear
+from .fixed_plan import fixed_plan
+from .lengths import declared_window, shorten
+from .rope import PINNED_TYPES, PinnedRotary
+from .twin import STOCK_EXPERTS, twin_of
+
+NAME = "margingate"
+
+
+def _geometry() -> Geometry:
+    geometry = current_geometry()
+    if geometry is None:
+        raise RuntimeError(
+            "attention of the margin gate was called outside a forward of the margin gate. A copy of a model that was "
+            "taken from inside one of its forwards cannot be used; copy the model that was passed to `enable`."
+        )
+    return geometry
+
+
+def margingate_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """
+    The attention function registered with transformers; arguments as its own integrations take them.
+
+    Args:
+        query (`torch.Tensor` of shape `[batch, heads, length, dim]`).
+        key, value: what `MarginGateCache.update` returned.
+        attention_mask: unused, geometry replaces it.
+
+    Returns:
+        `(output, None)` with `output` of shape `[batch, length, heads, dim]`.
+    """
+    geometry = _geometry()
+    sliding_window = declared_window(module) if sliding_window is None else sliding_window
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with fixed_plan():
+        if isinstance(geometry, VerifyGeometry):
+            geometry.count(int(getattr(module, "layer_idx", -1)), key, value)
+            attend = implementation("verify_attention", query.device)
+        else:
+            attend = implementation("decode_attention", query.device)
+        out = attend(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
+        return out.contiguous(), None
+
+
+def margingate_mask(*args: Any, **kwargs: Any) -> None:
+    """No mask: geometry travels beside the model."""
+    _geometry()
+
+
+def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """
+    Mixture-of-experts forward: in a verifier pass the model's own eager loop, expert by expert, whose linears the
+    operator mode routes (the grouped form rounds FP32 activations to the weights' dtype); in a fast step the
+    implementation that the model itself uses.
+
+    Args:
+        args, kwargs: as the model calls its experts: hidden states `[tokens, hidden]`, indices and weights `[tokens,
+        k]`.
+
+    Returns:
+        `torch.Tensor` of shape `[tokens, hidden]`.
+    """
+    eager = type(module).forward.__wrapped__  # type: ignore[attr-defined]
+    if isinstance(_geometry(), VerifyGeometry):
+        return eager(module, *args, **kwargs)
+    stock = getattr(module.config, STOCK_EXPERTS, None)
+    return ALL_EXPERTS_FUNCTIONS.get(stock, eager)(module, *args, **kwargs)
+
+
+def forward_twin(model: torch.nn.Module, short: bool = False, adapter: str | None = None) -> Any:
+    """
+    A [`twin`] of a model that our passes run on: our attention, the rotary tables pinned to each row, and linear layers
+    that a fast step may take from packed weights.
+
+    Args:
+        model (`torch.nn.Module`): the model; not changed.
+        short (`bool`, *optional*, defaults to `False`): with lengths lowered for the self-test, see [`shorten`].
+        adapter (`str`, *optional*): the PEFT adapter that acts; by default those active in the model.
+    """
+    twin = twin_of(model, NAME)
+    activate(twin, adapter)
+    if short:
+        shorten(twin)
+    for module in list(twin.modules()):
+        if is_plain_linear(module):
+            module.__class__ = DraftLinear
+        elif getattr(module, "rope_type", None) in PINNED_TYPES:
+            module.__dict__["forward"] = PinnedRotary(module)
+    return twin
+
+
+AttentionInterface.register(NAME, margingate_attention)
+AttentionMaskInterface.register(NAME, margingate_mask)
+ExpertsInterface.register(NAME, margingate_experts)

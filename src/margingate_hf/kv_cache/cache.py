@@ -1,0 +1,444 @@
+"""A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
+
+Each layer keeps keys and values in a [`ColumnStore`] each, in the format of the device's backend. A fast step writes
+what the fast path reads; a verifier pass writes over it, which is the column repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ..forward.context import VerifyGeometry, current_geometry, whole_blocks
+from ..forward.dispatch import implementation
+from ..forward.fixed_plan import fixed_plan
+from .formats import largest_held, round_to_planes
+from .stores import ColumnStore
+
+
+class MarginGateLayer(DynamicLayer):
+    """
+    One layer's keys and values.
+
+    Args:
+        cache ([`MarginGateCache`]): the owner, for rows, capacity and format.
+    """
+
+    def __init__(self, cache: MarginGateCache):
+        super().__init__()
+        self._cache = cache
+        self.stores: tuple[ColumnStore, ColumnStore] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """
+        Allocates the stores for the head counts and dims of `key_states`/`value_states` `[..., heads, length, dim]`.
+        """
+        cache = self._cache
+        self.device = key_states.device
+        make = implementation(cache.store, self.device)
+        keys, values = (
+            make(
+                cache.rows,
+                states.shape[-3],
+                cache.capacity,
+                states.shape[-1],
+                cache.dtype,
+                cache.kv_planes,
+                self.device,
+            )
+            for states in (key_states, value_states)
+        )
+        self._hold(keys, values)
+        self.is_initialized = True
+
+    def _hold(self, keys: ColumnStore, values: ColumnStore) -> None:
+        self.stores = keys, values
+        self.keys, self.values = keys.draft, values.draft  # where transformers' own code looks for them
+
+    def grow(self) -> None:
+        """Extends the stores to the owner's capacity, keeping what they hold."""
+        if self.stores is not None:
+            cache = self._cache
+            keys, values = (store.grown(cache.capacity, cache.reach) for store in self.stores)
+            self._hold(keys, values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Writes the columns of the pass that this thread is in.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `[1, heads, tokens, dim]` in a verifier pass, float32, or
+                `[rows, heads, 1, dim]` in a fast step, the model's dtype).
+
+        Returns:
+            What the registered attention reads, see [`ColumnStore`]. Views, no copies.
+
+        Raises:
+            `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
+        """
+        geometry = current_geometry()
+        if geometry is None:
+            raise RuntimeError(
+                "A MarginGateCache is ragged and only the margin gate can write to it. "
+                "Call `cache.to_dynamic_cache()` to continue with stock transformers."
+            )
+        with fixed_plan():
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            assert self.stores is not None
+            keys, values = self.stores
+            if isinstance(geometry, VerifyGeometry):
+                flat = [self._held(states[0].transpose(0, 1), geometry) for states in (key_states, value_states)]
+                return geometry.hand(keys.repair(flat[0], geometry), values.repair(flat[1], geometry))
+            return keys.write_draft(key_states[:, :, 0], geometry), values.write_draft(value_states[:, :, 0], geometry)
+
+    def _held(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+        """
+        Keys or values, float32 `[tokens, heads, dim]`, as the cache can hold them. A masked key is weighed by an exact
+        0, which NaN and infinity would survive: they are replaced here and their tokens marked, so that whatever is
+        computed from them ends its row by an error, and nothing else is touched.
+        """
+        limit = largest_held(self._cache.dtype, self._cache.kv_planes)
+        if states.device.type == "cpu":  # elsewhere looking costs more than replacing
+            low, high = (float(value) for value in states.aminmax())
+            if -limit <= low and high <= limit:
+                return states
+        geometry.mark_broken(~(states.abs().amax((1, 2)) <= limit))
+        return states.nan_to_num(0.0, limit, -limit).clamp(-limit, limit)
+
+    def swap_rows(self, a: int, b: int) -> None:
+        """Exchanges two rows in place."""
+        count = max(self._cache.reach[a], self._cache.reach[b])
+        for store in self.stores or ():
+            store.swap_rows(a, b, count)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Makes the layer hold copies of the given rows, in that order."""
+        if self.stores is not None:
+            keys, values = (store.taken(rows) for store in self.stores)
+            self._hold(keys, values)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "a layer of a MarginGateCache cannot be changed by itself, since its rows' lengths belong to the cache: "
+            "call `reset`, `crop`, `reorder_cache`, `batch_select_indices` or `batch_repeat_interleave` of the cache, "
+            "or `cache.to_dynamic_cache()` for a stock one that can be off-loaded."
+        )
+
+    # What a stock layer does to its own tensors would leave the cache's lengths and its verified columns untrue.
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
+    def get_seq_length(self) -> int:
+        """Columns of the longest row."""
+        return max(self._cache.lengths, default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Transformers' own mask code sees one rectangular cache; our attention does not use it."""
+        return self.get_seq_length() + query_length, 0
+
+
+@dataclass(frozen=True)
+class CacheIdentity:
+    """
+    What a committed column is a function of, beside its tokens.
+
+    Attributes:
+        weights: hash of weights, buffers and adapter state.
+        plan: the verifier's plan.
+        precision: its arithmetic.
+    """
+
+    weights: str
+    plan: str
+    precision: str
+
+    def mismatch(self, other: CacheIdentity) -> str | None:
+        """The first field that differs, in words, or `None`."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                return f"{field.name} {mine!r}, now {theirs!r}"
+        return None
+
+
+class MarginGateCache(DynamicCache):
+    """
+    Ragged K/V cache of a margin-gated `generate` call.
+
+    Args:
+        n_layers (`int`): attention layers of the model.
+        rows (`int`): rows to hold.
+        dtype (`torch.dtype`): the model's dtype.
+        kv_planes (`int`, *optional*, defaults to 2): format of committed columns, see [`MarginGateConfig`].
+        store (`str`, *optional*, defaults to `"column_store"`): which [`ColumnStore`], an operation of `TABLE`.
+
+    Attributes:
+        tokens (`list[list[int]]`): ids of the columns each row holds.
+        verified (`list[int]`): leading columns of each row that a verifier pass has written.
+        reach (`list[int]`): columns of each row that may hold anything but zeros.
+        long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
+        broken (`list[int | None]`): the first column of each row that holds a replacement for a key or value that was
+            NaN or too large; nothing from there on is canonical.
+        adapters (`list[str | None]`): the PEFT adapter of each row, where a call gives each its own.
+        identity ([`CacheIdentity`]): what the columns were computed with.
+    """
+
+    def __init__(self, n_layers: int, rows: int, dtype: torch.dtype, kv_planes: int = 2, store: str = "column_store"):
+        super().__init__()
+        if rows < 1:
+            raise ValueError(f"`rows` must be at least 1, got {rows}.")
+        self.rows = rows
+        self.dtype = dtype
+        self.kv_planes = kv_planes
+        self.store = store
+        self.capacity = 0
+        self.identity: CacheIdentity | None = None
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.verified: list[int] = [0] * rows
+        self.reach: list[int] = [0] * rows
+        self.long_rows: list[bool] = [False] * rows
+        self.broken: list[int | None] = [None] * rows
+        self.adapters: list[str | None] = [None] * rows
+        self.layers = [MarginGateLayer(self) for _ in range(n_layers)]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, as transformers names them."""
+        return self.rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Columns each row holds, drafts included."""
+        return [len(ids) for ids in self.tokens]
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` columns a row, by whole blocks."""
+        if length > self.capacity:
+            self.capacity = whole_blocks(length)
+            for layer in self.layers:
+                layer.grow()
+
+    def extend(self, slot: int, start: int, tokens: Sequence[int], verified: bool) -> None:
+        """
+        Records that columns `start ...` of a row now hold `tokens`; called once the pass that wrote them has returned.
+
+        Raises:
+            `ValueError`: `start` would leave a hole, or a draft would overwrite a verified column.
+        """
+        ids = self.tokens[slot]
+        if start > len(ids):
+            raise ValueError(f"`start` {start} leaves a hole: row {slot} holds {len(ids)} columns.")
+        if start < self.verified[slot]:
+            raise ValueError(f"`start` {start} would overwrite a verified column of row {slot}.")
+        if verified and start != self.verified[slot]:
+            raise ValueError(f"row {slot} is verified up to {self.verified[slot]}, a pass cannot start at {start}.")
+        del ids[start:]
+        ids.extend(tokens)
+        self.reach[slot] = max(self.reach[slot], len(ids))
+        if verified:
+            self.verified[slot] = len(ids)
+
+    def touch(self, slot: int, length: int) -> None:
+        """Notes that a forward is about to write a row's columns up to `length`, whether or not it will return."""
+        self.reach[slot] = max(self.reach[slot], length)
+
+    def mark_broken(self, slot: int, position: int) -> None:
+        """Notes that a column of a row holds a replacement for what could not be held."""
+        first = self.broken[slot]
+        self.broken[slot] = position if first is None else min(first, position)
+
+    def sound(self, slot: int) -> int:
+        """Verified columns of a row before the first that holds a replacement."""
+        first = self.broken[slot]
+        return self.verified[slot] if first is None else min(first, self.verified[slot])
+
+    def rollback(self, slot: int, length: int) -> None:
+        """
+        Drops a row's columns from `length` on. They are zeroed: a later query masks them, and only a finite number
+        survives that.
+
+        Raises:
+            `ValueError`: the row is shorter than `length`.
+        """
+        if not 0 <= length <= len(self.tokens[slot]):
+            raise ValueError(f"`length` must be between 0 and {len(self.tokens[slot])}, got {length}.")
+        del self.tokens[slot][length:]
+        self.verified[slot] = min(self.verified[slot], length)
+        broken = self.broken[slot]
+        self.broken[slot] = None if broken is None or broken >= length else broken
+        if self.reach[slot] > length:
+            for store in self._stores():
+                store.clear(slot, length, self.reach[slot])
+            self.reach[slot] = length
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of one row over all layers; 0 before the first pass."""
+        return sum(store.nbytes for store in self._stores()) // max(1, self.rows * self.capacity)
+
+    def clear(self, slot: int) -> None:
+        """Empties a row for another text."""
+        self.rollback(slot, 0)
+
+    def reset(self) -> None:
+        """Empties every row."""
+        for slot in range(self.rows):
+            self.clear(slot)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Drops the last columns of every row.
+
+        Args:
+            tokens_to_remove (`int`): minus their number, as in transformers; a row that has fewer is emptied.
+
+        Raises:
+            `ValueError`: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}: rows have lengths of their own, so "
+                "they are not cut to one. Pass minus the number of columns to drop from each."
+            )
+        for slot, length in enumerate(self.lengths):
+            self.rollback(slot, max(0, length + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes a copy of row `beam_idx[i]`, int64 `[rows]`; as `batch_select_indices`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` copies of itself, one behind the other."""
+        self._select_rows([slot for slot in range(self.rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps copies of the rows that `indices`, int64 `[n]` or bool `[rows]`, name, in that order."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._select_rows(indices.tolist())
+
+    def _select_rows(self, rows: list[int]) -> None:
+        if not rows or not all(-self.rows <= row < self.rows for row in rows):
+            raise ValueError(f"`indices` must name at least one of the cache's {self.rows} rows, got {rows}.")
+        rows = [row % self.rows for row in rows]
+        for layer in self.layers:
+            layer.select_rows(rows)
+        self.tokens = [list(self.tokens[row]) for row in rows]
+        self.verified = [self.verified[row] for row in rows]
+        self.reach = [self.reach[row] for row in rows]
+        self.long_rows = [self.long_rows[row] for row in rows]
+        self.broken = [self.broken[row] for row in rows]
+        self.adapters = [self.adapters[row] for row in rows]
+        self.rows = len(rows)
+
+    def export_columns(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
+        return [store.export(slot, start, stop) for store in self._stores()]
+
+    def _stores(self) -> list[ColumnStore]:
+        """For each layer keys, then values; none before the first pass."""
+        return [store for layer in self.layers for store in layer.stores or ()]
+
+    def load_columns(self, slot: int, start: int, columns: Sequence[torch.Tensor]) -> None:
+        """
+        Writes columns that a cache of the same identity has exported; `extend` records them.
+        """
+        for index, layer in enumerate(self.layers):
+            keys, values = columns[2 * index : 2 * index + 2]
+            if layer.stores is None:
+                layer.lazy_initialization(keys, values)
+            assert layer.stores is not None
+            layer.stores[0].load(slot, start, keys)
+            layer.stores[1].load(slot, start, values)
+
+    def swap_rows(self, a: int, b: int) -> None:
+        """Exchanges two rows, so that the rows still decoding stay the first ones."""
+        if a == b:
+            return
+        for layer in self.layers:
+            layer.swap_rows(a, b)
+        self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
+        self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
+        self.reach[a], self.reach[b] = self.reach[b], self.reach[a]
+        self.long_rows[a], self.long_rows[b] = self.long_rows[b], self.long_rows[a]
+        self.broken[a], self.broken[b] = self.broken[b], self.broken[a]
+        self.adapters[a], self.adapters[b] = self.adapters[b], self.adapters[a]
+
+    def long_flags(self, slots: Sequence[int], device: torch.device) -> torch.Tensor | None:
+        """Which of some rows use the long rotary table, bool `[len(slots)]`, or `None` if none does."""
+        if not any(self.long_rows):
+            return None
+        return torch.tensor([self.long_rows[slot] for slot in slots], device=device)
+
+    def variant(self, slot: int) -> tuple:
+        """What a row's columns depend on beside the cache's identity and its tokens: rotary table and adapter."""
+        return self.long_rows[slot], self.adapters[slot]
+
+    def common_prefix(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many leading `tokens` a row's verified columns already hold."""
+        held = self.tokens[slot][: self.sound(slot)]
+        for index, (mine, theirs) in enumerate(zip(held, tokens, strict=False)):
+            if mine != theirs:
+                return index
+        return min(len(held), len(tokens))
+
+    def committed(self, layer: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All committed keys and values of a row, float32 `[heads, verified, dim]` each. For tests and audits."""
+        stores = self.layers[layer].stores
+        assert stores is not None, "nothing was written yet"
+        return stores[0].committed(slot, self.verified[slot]), stores[1].committed(slot, self.verified[slot])
+
+    def check(self) -> None:
+        """
+        Checks the state that every pass must leave behind.
+
+        Raises:
+            `AssertionError`: a row is longer than the stores, more columns are verified than held, a committed column
+            is not in its format, or the fast path would read something else than the committed value.
+        """
+        for slot in range(self.rows):
+            held, verified = len(self.tokens[slot]), self.verified[slot]
+            assert verified <= held <= self.capacity, (slot, verified, held, self.capacity)
+            for index, layer in enumerate(self.layers):
+                if not layer.is_initialized:
+                    continue
+                for store, exact in zip(layer.stores or (), self.committed(index, slot), strict=True):
+                    where = f"layer {index}, row {slot}"
+                    assert torch.isfinite(exact).all(), f"{where}: a committed column is not finite"
+                    again = round_to_planes(exact, self.dtype, self.kv_planes)
+                    assert torch.equal(again, exact), f"{where}: a committed column is not in its planes' format"
+                    assert store.repaired(slot, verified), (
+                        f"{where}: the fast path reads a column that was not repaired"
+                    )
+
+    def to_dynamic_cache(self) -> tuple[DynamicCache, torch.Tensor]:
+        """
+        A stock, left-padded copy of the columns, in the model's dtype.
+
+        Returns:
+            `(cache, attention_mask)`: a [`~transformers.DynamicCache`] of `max(lengths)` columns, and its int64 mask
+            `[rows, max(lengths)]`, 0 on padding.
+        """
+        lengths = self.lengths
+        width = max(lengths)
+        mask = torch.zeros(self.rows, width, dtype=torch.long)
+        for slot, length in enumerate(lengths):
+            mask[slot, width - length :] = 1
+        cache = DynamicCache()
+        for index, layer in enumerate(self.layers):
+            padded = []
+            for store in (layer.keys, layer.values):
+                out = torch.zeros_like(store[:, :, :width], dtype=self.dtype)
+                for slot, length in enumerate(lengths):
+                    out[slot, :, width - length :] = store[slot, :, :length]
+                padded.append(out)
+            cache.update(padded[0], padded[1], index)
+        return cache, mask.to(cache.layers[0].keys.device)
