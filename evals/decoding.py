@@ -10,7 +10,7 @@ import torch
 
 from margingate_hf import MarginGateConfig
 from margingate_hf.analysis.compare import generate_batches
-from margingate_hf.decoding.margin import top2_margin
+from margingate_hf.verifier.top2 import top2_margin
 
 from .machine import peak_bytes
 

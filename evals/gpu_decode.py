@@ -15,7 +15,7 @@ from margingate_hf import MarginGateConfig, enable
 from margingate_hf.analysis.compare import decode_all, divergence
 from margingate_hf.cli.demo import as_prompts, load
 from margingate_hf.cli.prompts import PROMPTS
-from margingate_hf.forward.context import Segment, verify_geometry
+from margingate_hf.forward.context import Segment, verify_context
 from margingate_hf.verifier import Verifier, forget_verifiers, verifier_for
 
 from .gpu_kernels import Clock, Row
@@ -102,13 +102,13 @@ def _verifier_pass(verifier: Verifier, rows: int, tokens: int, context: int) -> 
     for slot in range(rows):
         verifier.run(cache, [Segment(slot, 0, [7] * context)], keep="last")
     cache.reserve(context + tokens)
-    geometry = verify_geometry([Segment(slot, context, [7] * tokens) for slot in range(rows)], verifier.device)
+    context = verify_context([Segment(slot, context, [7] * tokens) for slot in range(rows)], verifier.device)
     ids = torch.full((1, rows * tokens), 7, device=verifier.device)
     twin = verifier.twin_for()
 
     def work() -> object:
-        with verifier.scope(geometry):
-            return twin(input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True).logits
+        with verifier.scope(context):
+            return twin(input_ids=ids, position_ids=context.positions[None], cache=cache, use_cache=True).logits
 
     return work
 

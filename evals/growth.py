@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateCache, MarginGateConfig
 from margingate_hf.cli.demo import load
-from margingate_hf.forward.context import DecodeGeometry, Segment, geometry_scope
+from margingate_hf.decoding.drafting import drafting_of
+from margingate_hf.forward.context import DecodeContext, Segment, context_scope
 from margingate_hf.verifier import Verifier, verifier_for
 
 from .machine import as_text, describe
@@ -45,8 +46,8 @@ def filled(verifier: Verifier, rows: int, length: int) -> MarginGateCache:
 def step(verifier: Verifier, cache: MarginGateCache, length: int) -> None:
     """One fast step of all rows at position `length`."""
     positions = torch.full((cache.rows,), length)
-    geometry = DecodeGeometry(positions, length + 1, product=verifier.products)
-    with geometry_scope(geometry):
+    context = DecodeContext(positions, length + 1, product=drafting_of(verifier).product, backend=verifier.backend)
+    with context_scope(context):
         ids = torch.ones(cache.rows, 1, dtype=torch.long)
         verifier.twin_for()(input_ids=ids, position_ids=positions[:, None], cache=cache, use_cache=True)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.analysis.calibrate import flip_curve, observe
 from margingate_hf.cli.demo import as_ids, load
+from margingate_hf.decoding.drafting import drafting_of
 from margingate_hf.decoding.rows import Row
 from margingate_hf.decoding.schedule import Costs, FlipCurve, Pending, flip_probability, should_verify
 from margingate_hf.verifier import verifier_for
@@ -119,7 +120,7 @@ def record_traces(options: argparse.Namespace) -> tuple[list[Trace], FlipCurve, 
     found = [output.generated_tokens for output in outputs.values()]
     steps = observe(model, prompts, found, options.batch_sizes[-1], "float32")
     traces = [[(s.margin, s.flipped) for s in steps if s.prompt == prompt][1:] for prompt in range(len(prompts))]
-    return traces, flip_curve(steps), verifier_for(model, engine.gate).meter.costs()
+    return traces, flip_curve(steps), drafting_of(verifier_for(model, engine.gate)).meter.costs()
 
 
 def as_markdown(record: dict) -> str:

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from margingate_hf import MarginGateConfig
 from margingate_hf.analysis.compare import decode_all
 from margingate_hf.cli.demo import as_prompts, load
+from margingate_hf.decoding.drafting import drafting_of
 from margingate_hf.verifier import verifier_for
 
 from .machine import as_text, describe
@@ -42,7 +43,7 @@ def run(model: Any, tokenizer: Any, texts: list[str], batch_size: int, tokens: i
             if result.tokens != expected:
                 raise SystemExit(f"{name} gave other tokens: the times would mean nothing")
             seconds[name].append(result.seconds)
-    costs = verifier_for(model, MarginGateConfig()).meter.costs()
+    costs = drafting_of(verifier_for(model, MarginGateConfig())).meter.costs()
     return {
         "batch_size": batch_size,
         "prompts": len(texts),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from margingate_hf import MarginGateConfig
+from margingate_hf.forward.architecture import architecture_of
 from margingate_hf.forward.context import Segment
-from margingate_hf.forward.rope import needs_long_table
 from margingate_hf.verifier import verifier_for
 
 # The default schedule may find that drafts do not pay on a machine, and then nothing is drafted that could go wrong.
@@ -83,7 +83,7 @@ def canonical(
     config = config or MarginGateConfig()
     verifier = verifier_for(model, config)
     cache = verifier.new_cache(1, config.kv_planes)
-    cache.long_rows = [needs_long_table(model, len(prompt) + new_tokens)]
+    cache.long_rows = [architecture_of(model).needs_long_table(len(prompt) + new_tokens)]
     text, logits = list(prompt), []
     position = 0
     while len(text) < len(prompt) + new_tokens and not (len(text) > len(prompt) and text[-1] == eos):

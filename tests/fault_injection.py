@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from margingate_hf.forward import attention
-from margingate_hf.forward.context import DecodeGeometry, VerifyGeometry, current_geometry
+from margingate_hf.forward.backend import AttentionOptions
+from margingate_hf.forward.context import DecodeContext, VerifyContext, current_context
 from margingate_hf.verifier import Verifier
+from margingate_hf.verifier.torch_cpu import TorchCPU
 
 
 class PlainPlan:
@@ -20,7 +21,7 @@ class PlainPlan:
 
     name = "plain"
     copies_weights = True
-    column_store = "column_store"
+    sums_columns = False
     sizes = (1,)
 
     def available(self) -> bool:
@@ -39,26 +40,24 @@ def plain_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    geometry: VerifyGeometry,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    context: VerifyContext,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """FP32 SDPA over each row's tokens of the pass, all keys at once: right, and not batch-invariant."""
-    assert softcap is None and sinks is None
+    assert options.softcap is None and options.sinks is None
     out = query.new_empty(query.shape[2], query.shape[1], values.shape[-1])
-    for slot in geometry.slots.unique().tolist():
-        mine = geometry.slots == slot
-        positions = geometry.positions[mine]
+    for slot in context.slots.unique().tolist():
+        mine = context.slots == slot
+        positions = context.positions[mine]
         length = int(positions.max()) + 1
         k, v = (store[slot][:, :length] for store in (keys, values))
         visible = torch.arange(length)[None] <= positions[:, None]
-        if sliding_window is not None:
-            visible &= torch.arange(length)[None] > positions[:, None] - sliding_window
+        if options.sliding_window is not None:
+            visible &= torch.arange(length)[None] > positions[:, None] - options.sliding_window
         group = query.shape[1] // k.shape[0]
         k, v = k.repeat_interleave(group, 0)[None], v.repeat_interleave(group, 0)[None]
-        out[mine] = F.scaled_dot_product_attention(query[:, :, mine], k, v, visible, scale=scaling)[0].transpose(0, 1)
+        mixed = F.scaled_dot_product_attention(query[:, :, mine], k, v, visible, scale=options.scaling)
+        out[mine] = mixed[0].transpose(0, 1)
     return out[None]
 
 
@@ -67,7 +66,7 @@ def plain_verifier(model: Any) -> Iterator[None]:
     """Replaces the model's verifier by FP32 `F.linear` and SDPA, and skips the self-test that would refuse it."""
     verifier = Verifier(model, PlainPlan())
     with (
-        mock.patch.object(attention, "verify_attention", plain_attention),
+        mock.patch.object(TorchCPU, "verify_attention", staticmethod(plain_attention)),
         mock.patch("margingate_hf.generation.verifier_for", lambda *_: verifier),
         mock.patch("margingate_hf.engine.verifier_for", lambda *_: verifier),
         mock.patch("bitwise.verifier_for", lambda *_: verifier),
@@ -84,9 +83,9 @@ def disturbed_drafts(model: Any, wrong_at: Any) -> Iterator[None]:
     disturbed = []
 
     def hook(module: Any, args: Any, output: Any) -> Any:
-        geometry = current_geometry()
-        if isinstance(geometry, DecodeGeometry):
-            for row, position in enumerate(geometry.positions.tolist()):
+        context = current_context()
+        if isinstance(context, DecodeContext):
+            for row, position in enumerate(context.positions.tolist()):
                 if wrong_at(position):
                     disturbed.append(position)
                     output.logits[row, -1] = -output.logits[row, -1]

@@ -16,11 +16,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from .config import MarginGateConfig
-from .decoding.checks import refuse
 from .decoding.loop import DecodeRequest
 from .decoding.prompts import as_prompts
 from .decoding.rows import Row
 from .decoding.run import loop_for
+from .errors import refuse
 from .forward.context import whole_blocks
 from .kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore, shared_blocks
 from .outputs import MarginGateStatistics

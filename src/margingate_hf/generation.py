@@ -26,7 +26,6 @@ from .decoding.checks import (
     check_length,
     check_model,
     check_processors,
-    refuse,
     unpadded_prompts,
 )
 from .decoding.gumbel import GumbelNoise
@@ -37,9 +36,10 @@ from .decoding.rows import Row
 from .decoding.run import decode
 from .decoding.sequences import sequences_of, stacked
 from .engine import MarginGateEngine
+from .errors import refuse
 from .forward.adapters import row_adapters
+from .forward.architecture import architecture_of
 from .forward.devices import execution_device
-from .forward.rope import needs_long_table
 from .kv_cache.cache import CacheIdentity, MarginGateCache
 from .outputs import MarginGateOutput
 from .verifier import verifier_for
@@ -330,7 +330,7 @@ class MarginGateGenerationMixin(GenerationMixin):
                 )
                 raise refuse(name, value, f"row {index} has {len(prompt)} tokens and needs room for at least one more")
             processors = self._row_processors(generation_config, call, index, prompt)
-            check_length(self, len(prompt) + limit, index, call.config.coverage)
+            check_length(architecture_of(self), len(prompt) + limit, index, call.config.coverage)
             noise = _row_noise(call, index, len(prompts)) if generation_config.do_sample else None
             stateful = any(map(keeps_state, processors or ()))
             if stateful and call.config.coverage == "gated":
@@ -409,7 +409,7 @@ def _continued(model: Any, call: _Call, rows: list[Row], identity: CacheIdentity
     for row in rows:
         # The last prompt token is always read again: its logits are needed.
         row.reused = min(cache.common_prefix(row.index, row.prompt), len(row.prompt) - 1)
-        if cache.long_rows[row.index] != needs_long_table(model, len(row.prompt) + row.limit):
+        if cache.long_rows[row.index] != architecture_of(model).needs_long_table(len(row.prompt) + row.limit):
             row.reused = 0  # its keys are rotated by the other table
         if cache.adapters[row.index] != row.adapter:
             row.reused = 0

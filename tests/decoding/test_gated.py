@@ -104,13 +104,14 @@ def test_only_the_column_of_a_wrong_token_is_replaced() -> None:
 
 def fast_column(model: Any, cache: Any, position: int, token: int) -> list[torch.Tensor]:
     """Keys `[heads, dim]` of each layer that a fast step writes at `position`; the cache is put back."""
-    from margingate_hf.forward.context import DecodeGeometry, geometry_scope
+    from margingate_hf.forward.context import DecodeContext, context_scope
+    from margingate_hf.verifier.torch_cpu import TorchCPU
 
     before = cache.export_columns(0, position, position + 1)
-    geometry = DecodeGeometry(torch.tensor([position]), position + 1)
-    with torch.no_grad(), geometry_scope(geometry):
+    context = DecodeContext(torch.tensor([position]), position + 1, backend=TorchCPU())
+    with torch.no_grad(), context_scope(context):
         forward_twin(model)(
-            input_ids=torch.tensor([[token]]), position_ids=geometry.positions[:, None], cache=cache, use_cache=True
+            input_ids=torch.tensor([[token]]), position_ids=context.positions[:, None], cache=cache, use_cache=True
         )
     found = [layer.stores[0].draft[0, :, position].clone() for layer in cache.layers]
     cache.load_columns(0, position, before)

@@ -10,7 +10,7 @@ import torch
 
 from bitwise import padded
 from margingate_hf import MarginGateLogitsProcessor, enable
-from margingate_hf.decoding.margin import top2_margin
+from margingate_hf.verifier.top2 import top2_margin
 from tiny import random_prompts, tiny_model
 
 

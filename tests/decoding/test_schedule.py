@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from bitwise import assert_same, canonical, run_batch
 from margingate_hf import MarginGateConfig
+from margingate_hf.decoding.cost_meter import CostMeter, Costs, Line
 from margingate_hf.decoding.schedule import (
     FLIP_AT_TIE,
     FLIP_BEFORE_DRAFT,
     FLIP_DECAY,
-    CostMeter,
-    Costs,
-    Line,
     Pending,
     drafting_pays,
     flip_probability,

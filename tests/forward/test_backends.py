@@ -1,32 +1,53 @@
-"""The dispatch table: every entry exists, devices map to backends, a missing backend is refused by name."""
+"""Backends: each has every operation, devices map to them, a missing one is refused by name."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import margingate_hf
 from margingate_hf import MarginGateConfig, enable
-from margingate_hf.forward.dispatch import BACKENDS, TABLE, VARIABLE, backend_for, implementation
+from margingate_hf.forward.backend import Backend
+from margingate_hf.verifier.backends import BACKENDS, VARIABLE, backend_for
 from tiny import tiny_model
 
 
-def test_every_operation_has_an_implementation_on_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    operations = {operation for operation, _ in TABLE}
-    assert {(operation, backend) for operation in operations for backend in BACKENDS.values()} == TABLE.keys()
-    for backend in BACKENDS.values():
-        if backend == "triton" and importlib.util.find_spec("triton") is None:
-            continue
-        monkeypatch.setenv(VARIABLE, backend)
-        for operation in operations:
-            assert callable(implementation(operation, torch.device("cpu")))
+def operations() -> list[str]:
+    return [name for name in vars(Backend) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_backend_has_every_operation_of_the_protocol(backend: Backend) -> None:
+    assert len(operations()) > 12
+    for name in operations():
+        own = getattr(type(backend), name)
+        if callable(own) and name not in vars(object):
+            expected = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
+            given = [parameter for parameter in inspect.signature(getattr(backend, name)).parameters]
+            assert len(given) >= len(expected) and given[: len(expected)] == expected, name
+    assert isinstance(backend.name, str) and backend.device_types
+
+
+def test_a_device_type_is_asked_for_in_backends_alone() -> None:
+    """What depends on the device belongs to a backend: nothing else compares `device.type`."""
+    package = Path(margingate_hf.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"""\.type (==|!=) ["']""", path.read_text())
+    }
+    assert found == {"forward/devices.py"}, "that one asks for accelerate's placeholders on `meta`"
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert backend_for(torch.device("cpu")) == "torch"
-    assert backend_for(torch.device("cuda", 0)) == "triton"
+    assert backend_for(torch.device("cpu")).name == "torch"
+    assert backend_for(torch.device("cuda", 0)).name == "triton"
     with pytest.raises(NotImplementedError, match="no verifier runs on xpu:0; move the model to cpu or cuda"):
         backend_for(torch.device("xpu", 0))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from margingate_hf.forward import attention, query_tiles
-from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, Segment, VerifyGeometry, verify_geometry
+from margingate_hf.forward.backend import AttentionOptions
+from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, Segment, VerifyContext, verify_context
 from margingate_hf.forward.query_tiles import tile_sizes
 
 CPU = torch.device("cpu")
@@ -14,15 +15,15 @@ SPANS = ([1] * 5, [3, 1, 8], [9], [70, 1, 33], [40, 32, 8, 2])
 SIZES = ((8,), (4, 8), (2, 4, 8, 32), (8, 32))
 
 
-def geometry(spans: list[int]) -> VerifyGeometry:
+def context(spans: list[int]) -> VerifyContext:
     """Segments of these lengths, each beginning at another position."""
-    return verify_geometry([Segment(slot, 11 * slot, [0] * count) for slot, count in enumerate(spans)], CPU)
+    return verify_context([Segment(slot, 11 * slot, [0] * count) for slot, count in enumerate(spans)], CPU)
 
 
 @pytest.mark.parametrize("spans", SPANS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_token_stands_in_one_tile(spans: list[int], sizes: tuple[int, ...]) -> None:
-    laid = geometry(spans)
+    laid = context(spans)
     found: list[tuple[int, int, int]] = []
     for part in laid.rounds(sizes):
         assert part.query_index.shape == part.query_position.shape == (len(part.slots), part.query_index.shape[1])
@@ -36,11 +37,11 @@ def test_every_token_stands_in_one_tile(spans: list[int], sizes: tuple[int, ...]
 
 def test_a_small_window_takes_a_small_tile_and_a_prompt_large_ones() -> None:
     sizes = (2, 4, 8, 32)
-    assert [part.query_index.shape[1] for part in geometry([1] * 8).rounds(sizes)] == [2]
-    assert [part.query_index.shape[1] for part in geometry([1, 3, 1]).rounds(sizes)] == [4], "rows stay together"
-    assert [part.query_index.shape[1] for part in geometry([69, 1]).rounds(sizes)] == [32, 2, 32, 8]
-    assert [part.query_index.shape[1] for part in geometry([52]).rounds(sizes)] == [32, 32], "the rest fills one up"
-    assert [part.query_index.shape[1] for part in geometry([48]).rounds(sizes)] == [32, 8, 8]
+    assert [part.query_index.shape[1] for part in context([1] * 8).rounds(sizes)] == [2]
+    assert [part.query_index.shape[1] for part in context([1, 3, 1]).rounds(sizes)] == [4], "rows stay together"
+    assert [part.query_index.shape[1] for part in context([69, 1]).rounds(sizes)] == [32, 2, 32, 8]
+    assert [part.query_index.shape[1] for part in context([52]).rounds(sizes)] == [32, 32], "the rest fills one up"
+    assert [part.query_index.shape[1] for part in context([48]).rounds(sizes)] == [32, 8, 8]
 
 
 @pytest.mark.parametrize("threads", (1, 2))
@@ -56,12 +57,12 @@ def test_accepted_sizes_keep_the_bits(
         generator = torch.Generator().manual_seed(3)
         keys, values = (torch.randn(5, kv_heads, 2 * KV_BLOCK, dim, generator=generator) for _ in range(2))
         for spans in SPANS:
-            laid = geometry(spans)
+            laid = context(spans)
             query = torch.randn(1, heads, laid.n_tokens, dim, generator=generator)
             outputs = []
             for sizes in ((QUERY_TILE,), accepted):
                 monkeypatch.setattr(attention, "tile_sizes", lambda *_, sizes=sizes: sizes)
-                outputs.append(attention.verify_attention(query, keys, values, laid, 0.125))
+                outputs.append(attention.verify_attention(query, keys, values, laid, AttentionOptions(0.125)))
             assert torch.equal(*outputs), f"{spans}, {accepted}"
     finally:
         torch.set_num_threads(before)

@@ -10,7 +10,7 @@ import torch
 
 from bitwise import assert_same, canonical, padded, run_batch
 from margingate_hf import MarginGateConfig, enable
-from margingate_hf.forward.rope import needs_long_table
+from margingate_hf.forward.architecture import architecture_of
 from margingate_hf.verifier import reference_logits
 from tiny import random_prompts, tiny_model
 
@@ -38,7 +38,8 @@ def test_stock_longrope_does_move_with_its_company() -> None:
 
 def test_rows_on_both_sides_of_the_original_length() -> None:
     model = phi3_longrope()
-    assert [needs_long_table(model, len(prompt) + 12) for prompt in PROMPTS] == [False, True, False, True]
+    architecture = architecture_of(model)
+    assert [architecture.needs_long_table(len(prompt) + 12) for prompt in PROMPTS] == [False, True, False, True]
     for prompt, run in zip(PROMPTS, run_batch(model, PROMPTS, 12), strict=True):
         assert_same(run, canonical(model, prompt, 12), f"{len(prompt)} tokens")
         assert_same(run, run_batch(model, [prompt], 12, MarginGateConfig(window=3))[0])
@@ -51,7 +52,8 @@ def test_each_row_is_right_by_its_own_table(row: int) -> None:
     text = PROMPTS[row]
     length = 12 if row == 1 else 5
     run = run_batch(model, PROMPTS, length)[row]
-    assert needs_long_table(model, len(text) + length) == needs_long_table(model, len(text))
+    architecture = architecture_of(model)
+    assert architecture.needs_long_table(len(text) + length) == architecture.needs_long_table(len(text))
     with torch.no_grad():
         expected = reference_logits(model, [*text, *run.tokens[:-1]], torch.float64)[len(text) - 1 :]
     assert (run.logits - expected).norm() / expected.norm() < 1e-3

@@ -12,8 +12,8 @@ import margingate_kernels
 from bitwise import Run, assert_same, canonical, padded, run_batch
 from margingate_hf import MarginGateConfig, MarginGateModelForCausalLM, enable
 from margingate_hf.forward.context import Segment
-from margingate_hf.forward.dispatch import VARIABLE
-from margingate_hf.verifier import Verifier, self_test, triton, verifier_for
+from margingate_hf.verifier import Verifier, self_test, triton_ops, verifier_for
+from margingate_hf.verifier.backends import VARIABLE
 from margingate_hf.verifier.plans import CPU_PLANS
 from tiny import tiny_model
 
@@ -102,7 +102,7 @@ def test_other_architectures_and_formats(
         cache.check()
         return torch.cat(parts)
 
-    plan = triton.TRITON_PLANS[name == "deepseek-v3"]
+    plan = triton_ops.TRITON_PLANS[name == "deepseek-v3"]
     ours = logits(plan)
     assert torch.equal(logits(plan, 1, 4, 13), ours), "cut into windows"
     monkeypatch.setenv(VARIABLE, "torch")
@@ -115,9 +115,9 @@ def test_other_architectures_and_formats(
 def test_an_attention_whose_blocks_follow_the_window_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = "        BLOCK=table.block,\n", "        BLOCK=table.block if tokens > 5 else 16,\n"
     faulty = with_fault(tmp_path, ("attention.py", right, wrong))
-    monkeypatch.setattr(triton.kernels, "ragged_attention", faulty.ragged_attention)
+    monkeypatch.setattr(triton_ops.kernels, "ragged_attention", faulty.ragged_attention)
     model = small(num_hidden_layers=1, max_position_embeddings=20)
-    assert "invariance" in str(self_test(Verifier(model, triton.TRITON_PLANS[0])))
+    assert "invariance" in str(self_test(Verifier(model, triton_ops.TRITON_PLANS[0])))
 
 
 @pytest.mark.long

@@ -17,10 +17,11 @@ from transformers.cache_utils import DynamicLayer
 
 from bitwise import padded
 from margingate_hf import MarginGateCache, enable
-from margingate_hf.forward.context import KV_BLOCK, DecodeGeometry, Segment, geometry_scope, verify_geometry
+from margingate_hf.forward.context import KV_BLOCK, DecodeContext, Segment, context_scope, verify_context
 from margingate_hf.kv_cache.buffers import zeros
 from margingate_hf.kv_cache.cache import MarginGateLayer
 from margingate_hf.kv_cache.formats import round_to_planes
+from margingate_hf.kv_cache.stores import PlaneStore, cpu_store
 from tiny import random_prompts, tiny_model
 
 HEADS, DIM = 2, 4
@@ -30,11 +31,11 @@ CPU = torch.device("cpu")
 def write(cache: MarginGateCache, segments: list[Segment], seed: int = 0) -> None:
     """A verifier pass with random keys and values."""
     cache.reserve(max(segment.stop for segment in segments))
-    geometry = verify_geometry(segments, CPU)
+    context = verify_context(segments, CPU)
     generator = torch.Generator().manual_seed(seed)
-    with geometry_scope(geometry):
+    with context_scope(context):
         for layer in range(len(cache.layers)):
-            states = torch.randn(2, 1, HEADS, geometry.n_tokens, DIM, generator=generator)
+            states = torch.randn(2, 1, HEADS, context.n_tokens, DIM, generator=generator)
             cache.update(states[0], states[1], layer)
     for segment in segments:
         cache.extend(segment.slot, segment.start, segment.tokens, verified=True)
@@ -44,7 +45,7 @@ def draft(cache: MarginGateCache, rows: int, value: float) -> None:
     """A fast step that writes a constant column to the first rows."""
     positions = cache.lengths[:rows]
     cache.reserve(max(positions) + 1)
-    with geometry_scope(DecodeGeometry(torch.tensor(positions), max(positions) + 1)):
+    with context_scope(DecodeContext(torch.tensor(positions), max(positions) + 1)):
         for layer in range(len(cache.layers)):
             column = torch.full((rows, HEADS, 1, DIM), value, dtype=cache.dtype)
             cache.update(column, column, layer)
@@ -97,7 +98,7 @@ def test_a_pass_repairs_what_a_fast_step_drafted() -> None:
 def test_every_store_commits_the_same_value(planes: int, dtype: torch.dtype) -> None:
     """What a pass reads is what is committed, the same bits in each store; what it must not see is finite."""
     read = []
-    for store in ("column_store", "summed_store"):
+    for store in (cpu_store, PlaneStore):
         cache = MarginGateCache(1, 3, dtype, planes, store)
         write(cache, [Segment(0, 0, range(4)), Segment(2, 0, range(KV_BLOCK + 2))])
         draft(cache, 3, float("nan"))
@@ -108,7 +109,7 @@ def test_every_store_commits_the_same_value(planes: int, dtype: torch.dtype) -> 
         segments = [Segment(0, 7, [5]), Segment(2, KV_BLOCK + 3, [5])]
         cache.reserve(KV_BLOCK + 4)
         states = torch.randn(1, HEADS, 2, DIM, generator=torch.Generator().manual_seed(2))
-        with geometry_scope(verify_geometry(segments, CPU)):
+        with context_scope(verify_context(segments, CPU)):
             keys, values = cache.update(states, 2 * states, 0)
         for segment in segments:
             cache.extend(segment.slot, segment.start, segment.tokens, verified=True)
@@ -118,19 +119,17 @@ def test_every_store_commits_the_same_value(planes: int, dtype: torch.dtype) -> 
             for whole, committed in zip((keys, values), cache.committed(0, slot), strict=True):
                 assert torch.equal(whole[slot, :, : cache.verified[slot]], committed)
             assert torch.isfinite(keys[slot]).all() and torch.isfinite(values[slot]).all()
-        assert cache.layers[0].stores[0].draft.dtype == (
-            torch.float32 if store == "column_store" and planes > 1 else dtype
-        )
+        assert cache.layers[0].stores[0].draft.dtype == (torch.float32 if store is cpu_store and planes > 1 else dtype)
         read.append((keys[:, :, : KV_BLOCK + 4], cache.committed(0, 2)[1]))
     assert torch.equal(read[0][0][2], read[1][0][2]) and torch.equal(read[0][1], read[1][1])
 
 
 @pytest.mark.parametrize(
     ("store", "planes", "bytes_a_value"),
-    [("column_store", 1, 2), ("column_store", 2, 4), ("column_store", 3, 4), ("column_store/gated", 1, 2)]
-    + [("summed_store", 1, 2), ("summed_store", 2, 4), ("summed_store", 3, 6)],
+    [(cpu_store, 1, 2), (cpu_store, 2, 4), (cpu_store, 3, 4)]
+    + [(PlaneStore, 1, 2), (PlaneStore, 2, 4), (PlaneStore, 3, 6)],
 )
-def test_bytes_of_a_column(store: str, planes: int, bytes_a_value: int) -> None:
+def test_bytes_of_a_column(store: Any, planes: int, bytes_a_value: int) -> None:
     cache = MarginGateCache(2, 3, torch.bfloat16, planes, store)
     write(cache, [Segment(0, 0, range(5))])
     assert cache.column_bytes == 2 * 2 * HEADS * DIM * bytes_a_value
@@ -149,7 +148,7 @@ def test_rollback_drops_and_zeroes_what_lies_behind() -> None:
 
 
 def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
-    cache = MarginGateCache(1, 1, torch.bfloat16, 3, "summed_store")
+    cache = MarginGateCache(1, 1, torch.bfloat16, 3, PlaneStore)
     write(cache, [Segment(0, 0, [1, 2, 3])])
     cache.check()
     cache.layers[0].keys[0, 0, 1, 0] += 1

@@ -18,7 +18,7 @@ from evals.decoding import Run
 from evals.systems import DEFAULT, SYSTEMS
 from evals.tables import summarise
 from margingate_hf import MarginGateConfig
-from margingate_hf.decoding.schedule import Costs
+from margingate_hf.decoding.cost_meter import Costs
 
 ROOT = Path(__file__).parents[2]
 

@@ -105,11 +105,11 @@ def test_a_poisoned_draft_moves_no_token() -> None:
 
 
 def _drafts_poison(module: Any, args: Any, output: Any) -> Any:
-    from margingate_hf.forward.context import DecodeGeometry, current_geometry
+    from margingate_hf.forward.context import DecodeContext, current_context
 
-    geometry = current_geometry()
-    if isinstance(geometry, DecodeGeometry):
-        for row, position in enumerate(geometry.positions.tolist()):
+    context = current_context()
+    if isinstance(context, DecodeContext):
+        for row, position in enumerate(context.positions.tolist()):
             if position % 3 == 0:
                 output.logits[row, -1, POISON] = 1e4
     return output

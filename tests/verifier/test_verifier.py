@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from bitwise import assert_same, canonical, padded, run_batch
 from fault_injection import PlainPlan, plain_attention
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.forward import attention
+from margingate_hf.forward.backend import AttentionOptions
 from margingate_hf.forward.context import Segment
 from margingate_hf.verifier import (
     CPU_PLANS,
@@ -34,6 +36,7 @@ from margingate_hf.verifier import (
     verifier_for,
 )
 from margingate_hf.verifier.precision import lowered_precision
+from margingate_hf.verifier.torch_cpu import TorchCPU
 from margingate_hf.verifier.weights import WeightStore
 from tiny import random_prompts, tiny_model
 
@@ -69,16 +72,16 @@ def test_plans_agree_up_to_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "derives"), [("llama", False), ("gpt2", False), ("gemma2", False), ("deepseek-v3", True)]
+    ("name", "transforms_cached_kv"), [("llama", False), ("gpt2", False), ("gemma2", False), ("deepseek-v3", True)]
 )
-def test_a_model_that_computes_with_the_cache_is_given_its_own_dtype(name: str, derives: bool) -> None:
+def test_a_model_that_computes_with_the_cache_is_given_its_own_dtype(name: str, transforms_cached_kv: bool) -> None:
     model = tiny_model(name)
     verifier = verifier_for(model, MarginGateConfig())
     cache = verifier.new_cache(1, 2)
     with torch.no_grad():
         verifier.run(cache, [Segment(0, 0, PROMPT)])
-    assert verifier.derives == derives
-    assert cache.layers[0].keys.dtype == (torch.bfloat16 if derives else torch.float32)
+    assert verifier.transforms_cached_kv == transforms_cached_kv
+    assert cache.layers[0].keys.dtype == (torch.bfloat16 if transforms_cached_kv else torch.float32)
 
 
 # Strictness
@@ -174,7 +177,7 @@ def test_a_lowered_product_precision_is_refused_or_harmless_and_left_alone(way: 
         else:
             torch.backends.fp32_precision = "bf16"
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-        if lowered_precision(model.device):
+        if lowered_precision():
             with pytest.raises(ValueError, match="fp32_precision='bf16'.*set_float32_matmul_precision"):
                 logits_of(model)
         else:
@@ -353,7 +356,7 @@ def test_a_plan_that_is_not_invariant_is_passed_over() -> None:
 def test_an_attention_that_is_not_invariant_is_refused() -> None:
     model = tiny_model("llama")
     with (
-        mock.patch.object(attention, "verify_attention", plain_attention),
+        mock.patch.object(TorchCPU, "verify_attention", staticmethod(plain_attention)),
         pytest.raises(VerifierError, match="invariance: .* positions change their bits"),
     ):
         verifier_for(model, MarginGateConfig())
@@ -427,15 +430,15 @@ def test_a_wrong_but_invariant_verifier_is_refused(fault: str) -> None:
     model = tiny_model("llama")
     right = attention.verify_attention
 
-    def wrong(query: Any, keys: Any, values: Any, geometry: Any, scaling: float, *rest: Any) -> Any:
+    def wrong(query: Any, keys: Any, values: Any, context: Any, options: AttentionOptions) -> Any:
         if fault == "scale":
-            return right(query, keys, values, geometry, scaling * 1.05, *rest)
+            return right(query, keys, values, context, replace(options, scaling=options.scaling * 1.05))
         if fault == "causality":
-            return right(query, keys, values, geometry, scaling, 7, *rest[1:])
-        return right(query.roll(1, -1), keys, values, geometry, scaling, *rest)
+            return right(query, keys, values, context, replace(options, sliding_window=7))
+        return right(query.roll(1, -1), keys, values, context, options)
 
     with (
-        mock.patch.object(attention, "verify_attention", wrong),
+        mock.patch.object(TorchCPU, "verify_attention", staticmethod(wrong)),
         pytest.raises(VerifierError, match="correctness"),
     ):
         verifier_for(model, MarginGateConfig())

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from fault_injection import PlainPlan
 from margingate_hf.forward.attention import verify_attention
-from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, Segment, verify_geometry
+from margingate_hf.forward.backend import AttentionOptions
+from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, Segment, verify_context
 from margingate_hf.verifier import CPU_PLANS, LinearPlan, arithmetic
 from margingate_hf.verifier.plans import probe_linear
 
@@ -172,7 +173,11 @@ def attend(problem: Problem, rows: list[int], cuts: list[tuple[int, int]], capac
         segments = [Segment(row, problem.lengths[row] - problem.window + a, [0] * (b - a)) for row in rows]
         query = torch.cat([queries[row][a:b] for row in rows]).transpose(0, 1)[None]
         result = verify_attention(
-            query, keys, values, verify_geometry(segments, CPU), 0.25, problem.sliding, problem.softcap, sinks
+            query,
+            keys,
+            values,
+            verify_context(segments, CPU),
+            AttentionOptions(0.25, problem.sliding, problem.softcap, sinks),
         )
         out += list(result[0].split(b - a))
     return out

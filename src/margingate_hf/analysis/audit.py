@@ -14,11 +14,12 @@ import transformers
 from tqdm.auto import tqdm
 
 from ..config import MarginGateConfig
-from ..decoding.checks import check_model, refuse
+from ..decoding.checks import check_model
 from ..decoding.margin import MarginGateLogitsProcessor
 from ..enabling import disable, enable
 from ..engine import MarginGateEngine
-from ..verifier.precision import check_precision
+from ..errors import refuse
+from ..verifier.backends import backend_for
 from ..verifier.reference import PlainMode, eager_twin
 from .compare import eos_ids, first_difference, until_end
 
@@ -329,7 +330,7 @@ class _Auditor:
         own["input_ids"] = torch.cat([own["input_ids"], new], dim=1) if prefix else own["input_ids"]
         if "attention_mask" in own and prefix:
             own["attention_mask"] = torch.cat([own["attention_mask"], torch.ones_like(new)], dim=1)
-        check_precision(new.device)
+        backend_for(new.device).check_settings()
         with torch.no_grad(), PlainMode():
             out = eager_twin(self.model).generate(
                 **own,

@@ -14,11 +14,11 @@ from tqdm.auto import tqdm
 
 from ..config import MarginGateConfig
 from ..decoding.calibration_record import BatchSizeCounts, MarginGateCalibration, fingerprint
-from ..decoding.checks import refuse
 from ..decoding.gated import GatedLoop, Step
 from ..decoding.loop import DecodeRequest
 from ..decoding.schedule import FlipCurve
 from ..engine import MarginGateEngine
+from ..errors import refuse
 from ..verifier import Verifier, verifier_for
 from .bounds import binomial_upper_bound, smallest_threshold
 

@@ -12,13 +12,13 @@ import torch
 
 from ..config import MarginGateConfig
 from ..decoding.canonical import Canonical, leading_finite
-from ..decoding.checks import refuse, vocabulary_of
 from ..decoding.gumbel import GumbelNoise
 from ..decoding.receipts import DECISIVE, Receipt, describe_processor, hash_tokens, versions
 from ..decoding.rows import Row
+from ..errors import refuse
 from ..forward.adapters import has_adapter
+from ..forward.backend import Backend
 from ..forward.context import Segment
-from ..forward.rope import needs_long_table
 from ..verifier import Verifier, verifier_for
 
 # New tokens of the transcripts that one pass judges together; it bounds the memory of their logits.
@@ -245,7 +245,7 @@ class _Stored:
 
 
 def _check_ids(model: Any, index: int, name: str, tokens: Sequence[int]) -> None:
-    vocabulary = vocabulary_of(model)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
             raise refuse(name, token, f"token {place} of transcript {index} must be an id from 0 to {vocabulary - 1}")
@@ -256,25 +256,25 @@ def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
     verifier = verifier_for(model, gate)
     cache = verifier.new_cache(len(part), gate.kv_planes)
     for slot, one in enumerate(part):
-        cache.long_rows[slot] = needs_long_table(model, len(one.row.prompt) + one.row.limit)
+        cache.long_rows[slot] = verifier.architecture.needs_long_table(len(one.row.prompt) + one.row.limit)
         cache.adapters[slot] = one.row.adapter
     segments = [Segment(slot, 0, [*one.row.prompt, *one.output[:-1]]) for slot, one in enumerate(part)]
     counts = [len(one.output) for one in part]
     with torch.no_grad():
         logits = verifier.run(cache, segments, keep=counts)
         for one, piece in zip(part, logits.split(counts), strict=True):
-            result = _first_difference(one, piece)
+            result = _first_difference(one, piece, verifier.backend)
             result.changed = one.changed(verifier)
             result.canonical = result.index is None and not result.changed
             result.notes = one.notes(f"{verifier.name}/planes{gate.kv_planes}")
             yield result
 
 
-def _first_difference(one: _Stored, logits: torch.Tensor) -> Replay:
+def _first_difference(one: _Stored, logits: torch.Tensor, backend: Backend) -> Replay:
     """Compares the stored tokens with the canonical ones; `logits` is `[len(output), vocabulary]`."""
     row = one.row
     row.drafts = one.output
-    canonical = Canonical(row, logits)
+    canonical = Canonical(row, logits, backend)
     known = leading_finite(logits)
     for index, found in enumerate(one.output):
         if index == known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..forward.dispatch import implementation
+from ..forward.backend import Backend
 from .rows import Row
 
 
@@ -32,12 +32,14 @@ class Canonical:
     Args:
         row ([`Row`]): the row, its drafts still in place.
         logits (`torch.Tensor` of shape `[pending tokens, vocabulary]`, float32): of the pass.
+        backend ([`Backend`]): where the logits lie.
 
     Attributes:
         margins: canonical top-1/top-2 gap of each token found so far, in logits of the processed scores.
     """
 
-    def __init__(self, row: Row, logits: torch.Tensor):
+    def __init__(self, row: Row, logits: torch.Tensor, backend: Backend):
+        self._backend = backend
         self.row = row
         self.logits = logits
         self.margins: list[float] = []
@@ -46,14 +48,14 @@ class Canonical:
         self._drafts = list(row.drafts)
         self._tokens: list[int] = []
         if row.is_plain:
-            tokens, margins = implementation("top2_margin", logits.device)(logits)
+            tokens, margins = backend.top2_margin(logits)
             self._tokens, self.margins = tokens.tolist(), margins.tolist()
 
     def __call__(self, index: int) -> int:
         if index == len(self._tokens):
             ids = [*self._text, *self._drafts[:index]]
             scores = self.row.process(ids, self.logits[index])
-            token, margin = implementation("top2_margin", scores.device)(self.row.perturb(scores, len(ids)))
+            token, margin = self._backend.top2_margin(self.row.perturb(scores, len(ids)))
             self._tokens.append(int(token))
             self.margins.append(float(margin))
             self._scores.append(scores)

@@ -1,4 +1,4 @@
-"""Reads a `generate` call into a `DecodeRequest`, or refuses it in one clear sentence before any work starts."""
+"""Refuses what the margin gate cannot honour, in one clear sentence and before any work starts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from transformers import GenerationConfig
 
 from ..config import MarginGateConfig
+from ..errors import refuse
+from ..forward.architecture import Architecture, architecture_of
 from ..forward.devices import execution_device, named_weights
-from ..forward.dispatch import BACKENDS, missing
-from ..forward.rope import PINNED_TYPES, needs_long_table, original_length, rotary_modules
 from ..kv_cache.cache import MarginGateCache
+from ..verifier.backends import backend_for, device_types
 from .calibration_record import record_of
 
 GENERATION_FIELDS = GenerationConfig()
@@ -42,7 +43,6 @@ STRATEGIES = (
     "prompt_lookup_num_tokens assistant_early_exit use_mtp penalty_alpha dola_layers assistant_ensemble_weight "
     "speculation_type"
 ).split()
-POSITION_EMBEDDINGS = frozenset("wpe embed_positions position_embedding position_embeddings positions_embed".split())
 KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATEFUL_PROCESSORS = (
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
@@ -54,11 +54,6 @@ INPUT_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_gene
 # What the model's forward may be given through `generate`; anything else it takes would be dropped without a word.
 FORWARD_ARGUMENTS = frozenset({"input_ids", "attention_mask", "cache", "use_cache", "logits_to_keep"})
 IMAGE_ARGUMENTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "image_sizes")
-
-
-def refuse(argument: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> Exception:
-    """An exception whose text names the argument, the value, what is allowed and what to do."""
-    return kind(f"`{argument}`={value!r} does not work with `margin_gate`: {allowed}.")
 
 
 def check_model(model: Any) -> None:
@@ -80,17 +75,17 @@ def check_model(model: Any) -> None:
     if model.dtype not in KNOWN_DTYPES:
         raise refuse("model.dtype", model.dtype, "load the model in BF16, FP16 or FP32")
     device = execution_device(model)
-    if device.type not in BACKENDS:
+    if device.type not in device_types():
         raise refuse(
             "model.device",
             str(device),
-            f"no verifier is built for it; move the model to {' or '.join(BACKENDS)}",
+            f"no verifier is built for it; move the model to {' or '.join(device_types())}",
             NotImplementedError,
         )
-    lacking = missing(device)
+    lacking = backend_for(device).fits(device)
     if lacking:
         raise refuse("model.device", str(device), lacking, NotImplementedError)
-    spread = {str(tensor.device) for _, tensor, _ in named_weights(model) if tensor.device.type == "cuda"}
+    spread = {str(tensor.device) for _, tensor, _ in named_weights(model) if not tensor.is_cpu}
     if len(spread) > 1:
         raise refuse(
             "model.hf_device_map",
@@ -98,24 +93,9 @@ def check_model(model: Any) -> None:
             "the verifier works on one GPU; load the model on one",
             NotImplementedError,
         )
-    text_config = model.config.get_text_config(decoder=True)
-    linear = [kind for kind in getattr(text_config, "layer_types", None) or () if "linear" in kind or "mamba" in kind]
-    if linear or getattr(model, "_is_stateful", False):
-        raise refuse(
-            "model",
-            type(model).__name__,
-            f"its {sorted(set(linear)) or 'recurrent'} layers keep a state that cannot roll back; "
-            "use an attention-only model",
-        )
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in (value for value in rope.values() if isinstance(value, dict)):
-        if parameters.get("rope_type") in PINNED_TYPES:
-            raise refuse(
-                "rope_type",
-                parameters["rope_type"],
-                "its frequencies follow the longest text in the batch, and differ by layer; use another checkpoint",
-                NotImplementedError,
-            )
+    refusal = architecture_of(model).refusal
+    if refusal is not None:
+        raise refusal
 
 
 def _check_inputs_are_stock(model: Any) -> None:
@@ -140,11 +120,6 @@ def _check_inputs_are_stock(model: Any) -> None:
             )
 
 
-def vocabulary_of(model: Any) -> int:
-    """Token ids that the model has embeddings for."""
-    return int(model.get_input_embeddings().num_embeddings)
-
-
 def check_gate(model: Any, gate: MarginGateConfig) -> None:
     """
     Refuses settings of the gate that this model cannot have, and a calibration that cannot be read.
@@ -157,48 +132,38 @@ def check_gate(model: Any, gate: MarginGateConfig) -> None:
     record_of(gate)  # a file that is not there should be missed now
 
 
-def check_length(model: Any, length: int, row: int, coverage: str) -> None:
+def check_length(architecture: Architecture, length: int, row: int, coverage: str) -> None:
     """
-    Refuses a row that would outgrow the original length of a `dynamic` RoPE, whose frequencies then follow the batch,
-    and under gated coverage that of a `longrope`.
+    Refuses a row that would outgrow the model's learned positions, or the original length of a `dynamic` RoPE, whose
+    frequencies then follow the batch, and under gated coverage that of a `longrope`.
 
     Raises:
         `ValueError`: names the row and the lengths.
     """
-    learned = _learned_positions(model)
+    learned = architecture.learned_positions
     if learned is not None and length > learned:
         raise refuse(
             "max_new_tokens",
             f"row {row} may reach {length} tokens",
             f"the model has {learned} learned positions and none beyond; shorten the prompt or lower it",
         )
-    dynamic = [module for module in rotary_modules(model) if module.rope_type == "dynamic"]
-    if dynamic and needs_long_table(model, length):
+    if not architecture.needs_long_table(length):
+        return
+    reaches = f"row {row} may reach {length} tokens, beyond the original {architecture.original_length}"
+    if architecture.dynamic_rope:
         raise refuse(
             "rope_type",
             "dynamic",
-            f"row {row} may reach {length} tokens, beyond the original {original_length(model)}, where its frequencies "
-            "follow the longest text in the batch; shorten it or lower `max_new_tokens`",
+            f"{reaches}, where its frequencies follow the longest row of the batch; "
+            "shorten it or lower `max_new_tokens`",
         )
-    if coverage == "gated" and needs_long_table(model, length):
+    if coverage == "gated":
         raise refuse(
             "coverage",
             "gated",
-            f"row {row} may reach {length} tokens, beyond the original {original_length(model)}, and the fast prefill "
-            'takes its rotary table from the longest prompt; use coverage="full", or shorten it',
+            f"{reaches}, and the fast prefill takes its rotary table from the longest prompt; "
+            'use coverage="full", or shorten it',
         )
-
-
-def _learned_positions(model: Any) -> int | None:
-    """Tokens that a model with a learned embedding of absolute positions can hold; `None` for any other."""
-    config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    tokens = model.get_input_embeddings()
-    for name, module in model.named_modules():
-        positional = isinstance(module, torch.nn.Embedding) and module is not tokens
-        if positional and limit is not None and name.rsplit(".", 1)[-1] in POSITION_EMBEDDINGS:
-            return int(limit)
-    return None
 
 
 def check_call(model: Any, arguments: dict[str, Any], rows: int | None) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..forward.context import DecodeGeometry, Segment, geometry_scope
+from ..forward.context import DecodeContext, Segment, context_scope
 from ..kv_cache.cache import MarginGateCache
+from ..verifier.top2 import is_low
 from .canonical import leading_finite, not_finite
 from .loop import DecodeLoop
 from .rows import Row
@@ -90,7 +91,7 @@ class GatedLoop(DecodeLoop):
             position_ids=(mask.cumsum(-1) - 1).clamp_(min=0),
             cache=stock,
             use_cache=True,
-            **({"logits_to_keep": 1} if self.verifier.keeps_logits else {}),
+            **({"logits_to_keep": 1} if self.verifier.architecture.keeps_logits else {}),
         ).logits[:, -1]
         self.cache.reserve(width)
         for layer, held in zip(self.cache.layers, stock.layers, strict=True):
@@ -141,8 +142,8 @@ class GatedLoop(DecodeLoop):
         """The fast step of one row as a batch of one; logits `[1, vocabulary]`."""
         position = torch.tensor([step.position], device=self.device)
         long = self.cache.long_flags([step.row.slot], self.device)
-        geometry = DecodeGeometry(position, step.position + 1, long, first=step.row.slot)
-        with geometry_scope(geometry):
+        context = DecodeContext(position, step.position + 1, long, first=step.row.slot, backend=self.verifier.backend)
+        with context_scope(context):
             return self.verifier.twin_for(step.row.adapter)(
                 input_ids=torch.tensor([[step.last]], device=self.device),
                 position_ids=position[:, None],
@@ -178,4 +179,4 @@ class Step:
 
     def is_low(self, threshold: float) -> bool:
         """NaN is low."""
-        return not self.margin >= threshold
+        return is_low(self.margin, threshold)

@@ -21,15 +21,14 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from ..config import MarginGateConfig
-from ..forward.context import DecodeGeometry, Segment, geometry_scope
-from ..forward.dispatch import implementation
-from ..forward.rope import needs_long_table
+from ..forward.context import DecodeContext, Segment, context_scope
 from ..kv_cache.cache import MarginGateCache
 from ..kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore, block_keys
 from ..outputs import MarginGateStatistics, RowStatistics
 from ..verifier import Verifier
 from .calibration_record import calibrated
 from .canonical import Canonical, leading_finite, not_finite
+from .drafting import drafting_of
 from .receipts import Rules, describe_processor, receipt_of
 from .rows import Row, compare
 from .schedule import Pending, should_verify
@@ -94,6 +93,7 @@ class DecodeLoop:
         self.model = model
         self.device = verifier.device
         self.verifier = verifier
+        self.drafting = drafting_of(verifier)
         self.request = request
         self.config = request.config
         self.rows = request.rows
@@ -121,7 +121,7 @@ class DecodeLoop:
 
     def _product(self) -> Any:
         """What stands in for torch's linear product in a fast step."""
-        return self.verifier.products
+        return self.drafting.product
 
     @property
     def unfinished(self) -> bool:
@@ -160,7 +160,7 @@ class DecodeLoop:
             row.slot = len(self.active)
             if self.request.max_rows is not None:
                 self.cache.clear(row.slot)
-            self.cache.long_rows[row.slot] = needs_long_table(self.model, len(row.prompt) + row.limit)
+            self.cache.long_rows[row.slot] = self.verifier.architecture.needs_long_table(len(row.prompt) + row.limit)
             self.cache.adapters[row.slot] = row.adapter
             row.read = row.reused
             self.active.append(row)
@@ -168,7 +168,7 @@ class DecodeLoop:
     def _draft(self) -> None:
         """Fast steps until the schedule asks for a pass."""
         started = time.perf_counter()
-        meter = self.verifier.meter
+        meter = self.drafting.meter
         while self.active and not should_verify(
             [self._pending(row) for row in self.active], self.config, meter.costs()
         ):
@@ -213,7 +213,7 @@ class DecodeLoop:
         else:
             self.statistics.passes += 1
             self.statistics.verify_seconds += seconds
-            self.verifier.meter.add_pass(decoded, seconds)
+            self.drafting.meter.add_pass(decoded, seconds)
 
     def _parts(self) -> list[tuple[Row, list[int], int]]:
         """
@@ -298,17 +298,18 @@ class DecodeLoop:
         """The model's own forward on one token of each of consecutive rows; logits `[rows, vocabulary]`."""
         device = self.device
         positions = [row.verified + len(row.drafts) for row in rows]
-        geometry = DecodeGeometry(
+        context = DecodeContext(
             torch.tensor(positions, device=device),
             max(positions) + 1,
             self.cache.long_flags([row.slot for row in rows], device),
             first=rows[0].slot,
             product=self._product(),
+            backend=self.verifier.backend,
         )
-        with geometry_scope(geometry):
+        with context_scope(context):
             logits: torch.Tensor = self.verifier.twin_for(rows[0].adapter)(
                 input_ids=torch.tensor([row.last for row in rows], device=device)[:, None],
-                position_ids=geometry.positions[:, None],
+                position_ids=context.positions[:, None],
                 cache=self.cache,
                 use_cache=True,
             ).logits[:, -1]
@@ -321,7 +322,7 @@ class DecodeLoop:
             logits = torch.stack(
                 [piece.float() if found is None else found for found, piece in zip(scores, logits, strict=True)]
             )
-        tokens, margins = implementation("top2_margin", logits.device)(logits)
+        tokens, margins = self.verifier.backend.top2_margin(logits)
         return tokens.tolist(), margins.tolist()
 
     @staticmethod
@@ -332,7 +333,7 @@ class DecodeLoop:
     def _commit(self, row: Row, logits: torch.Tensor) -> None:
         """Compares, commits and rolls back a row; `logits` is `[pending tokens, vocabulary]`."""
         known = leading_finite(logits)
-        canonical = Canonical(row, logits)
+        canonical = Canonical(row, logits, self.verifier.backend)
         decision = compare(row.drafts[:known], canonical, beyond=known > len(row.drafts))
         row.repaired += len(row.drafts)
         row.flips += decision.flipped

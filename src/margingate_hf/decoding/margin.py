@@ -1,4 +1,4 @@
-"""The margin between the two best tokens of a step, and a logits processor that records it."""
+"""A logits processor that records the margin between the two best tokens of every step."""
 
 from __future__ import annotations
 
@@ -6,36 +6,15 @@ import torch
 from transformers import LogitsProcessor
 
 from ..config import MarginGateConfig
-
-
-def top2_margin(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Best token and its lead over the second best.
-
-    Args:
-        scores (`torch.Tensor` of shape `[..., vocabulary]`, any floating dtype): processed scores of one step a row.
-
-    Returns:
-        `(tokens, margins)`: `tokens` int64 `[...]`, the lowest id among equals; `margins` float32 `[...]`, top-1 minus
-        top-2 in logits, 0 on a tie, `inf` where only one token is finite. A row that holds NaN has margin NaN, which
-        is below no threshold and must be treated as low; a row with no finite score has margin NaN as well.
-    """
-    best, ids = scores.topk(2, dim=-1)
-    best = best.float()
-    margins = best[..., 0] - best[..., 1]
-    tokens = ids[..., 0]
-    if bool((margins > 0).all()):
-        return tokens, margins
-    # topk does not promise the lowest id among equals; argmax does.
-    return torch.where(margins > 0, tokens, scores.argmax(dim=-1)), margins
+from ..verifier.top2 import top2_margin
 
 
 class MarginGateLogitsProcessor(LogitsProcessor):
     """
     Records the top-1/top-2 margin of every step and leaves the scores alone.
 
-    [`MarginGateGenerationMixin`] uses it inside the gate; it also works in any stock `generate` call, where it should
-    be the last of the user's processors (stock `generate` appends its own warpers after them).
+    For stock `generate` calls, where it should be the last of the user's processors (`generate` appends its own
+    warpers after them). A gated call measures margins itself and reports them in its statistics.
 
     Args:
         threshold (`float`, *optional*, defaults to `MarginGateConfig.threshold`):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .checks import refuse, unpadded_prompts, vocabulary_of
+from ..errors import refuse
+from .checks import unpadded_prompts
 
 
 def as_prompts(inputs: Any, model: Any) -> list[list[int]]:
@@ -31,7 +32,7 @@ def as_prompts(inputs: Any, model: Any) -> list[list[int]]:
         raise _wrong_type(inputs)
     if isinstance(inputs, torch.Tensor) and inputs.dim() != 2:
         raise _wrong_type(f"tensor of shape {tuple(inputs.shape)}")
-    vocabulary = vocabulary_of(model)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
     return [_prompt(index, prompt, vocabulary) for index, prompt in enumerate(inputs)]
 
 

@@ -1,4 +1,4 @@
-"""Attention for both passes; `interfaces.py` registers it with transformers.
+"""Attention of the torch backend, for verify forwards and draft steps.
 
 The verifier's form (`verify_attention`) cuts keys into blocks of `KV_BLOCK` anchored at position 0 and queries into
 tiles, so that every matrix product has the bits of one shape (`query_tiles.py`); block results are summed in the order
@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .backend import AttentionOptions
 from .context import (
     KV_BLOCK,
     QUERY_TILE,
-    DecodeGeometry,
+    DecodeContext,
     Round,
-    VerifyGeometry,
+    VerifyContext,
 )
 from .query_tiles import attend, tile_sizes
 
@@ -31,11 +32,8 @@ def verify_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    geometry: VerifyGeometry,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    context: VerifyContext,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """
     Batch-invariant attention: `softmax(q k^T * scaling) v` over each query's own row and past.
@@ -48,25 +46,22 @@ def verify_attention(
         query (`torch.Tensor` of shape `[1, heads, tokens, dim]`, float32).
         keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`, float32): the exact stores, `length` a
             multiple of `KV_BLOCK`.
-        geometry ([`VerifyGeometry`]): rows and positions of the tokens.
-        scaling (`float`): factor on the scores.
-        sliding_window (`int`, *optional*): keys a query sees, itself included. `None`: all.
-        softcap (`float`, *optional*): scores become `softcap * tanh(score / softcap)`.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): a logit per head that takes weight and gives no value.
+        context ([`VerifyContext`]): rows and positions of the tokens.
+        options ([`AttentionOptions`]): scaling, sliding window, soft cap, sinks.
 
     Returns:
         `torch.Tensor` of shape `[1, tokens, heads, value_dim]`, float32.
     """
     heads, tokens = query.shape[1], query.shape[2]
-    flat = query[0].transpose(0, 1) * scaling
+    flat = query[0].transpose(0, 1) * options.scaling
     flat = torch.cat([flat, flat.new_zeros(1, heads, query.shape[3])])  # the fillers' row
     out = flat.new_empty(tokens + 1, heads, values.shape[-1])
     sizes = tile_sizes(heads // keys.shape[1], query.shape[3], values.shape[3], query.device)
-    for part in geometry.rounds(sizes):
+    for part in context.rounds(sizes):
         k, v = _row_blocks(keys, part), _row_blocks(values, part)
         tile = flat[part.query_index]
-        hidden = part.hidden(sliding_window)
-        out[part.query_index.flatten()] = attend(tile, k, v, hidden, softcap, sinks).flatten(0, 1)
+        hidden = part.hidden(options.sliding_window)
+        out[part.query_index.flatten()] = attend(tile, k, v, hidden, options.softcap, options.sinks).flatten(0, 1)
     return out[None, :tokens]
 
 
@@ -84,11 +79,8 @@ def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    geometry: DecodeGeometry,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    context: DecodeContext,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """
     Attention of a fast step. Drafts only: nothing it computes is committed without the verifier's agreement.
@@ -97,20 +89,21 @@ def decode_attention(
         query (`torch.Tensor` of shape `[rows, heads, 1, dim]`, the model's dtype).
         keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`): what the stores hand a fast step, in the
             model's dtype or float32, in which the products are then taken.
-        geometry ([`DecodeGeometry`]): positions of the step. The rest as in [`verify_attention`].
+        context ([`DecodeContext`]): positions of the step. The rest as in [`verify_attention`].
 
     Returns:
         `torch.Tensor` of shape `[rows, 1, heads, value_dim]`, the model's dtype.
     """
     rows, heads, _, dim = query.shape
     kv_heads = keys.shape[1]
-    mask = geometry.mask(sliding_window, keys.dtype)
+    mask = context.mask(options.sliding_window, keys.dtype)
+    softcap, sinks = options.softcap, options.sinks
     # Query heads of one K/V head become queries of one head: no copy of the keys a group.
     grouped = query.to(keys.dtype).view(rows, kv_heads, heads // kv_heads, dim)
     if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=options.scaling)
         return out.to(query.dtype).reshape(rows, 1, heads, -1)
-    scores = (grouped @ keys.transpose(-1, -2)).float() * scaling
+    scores = (grouped @ keys.transpose(-1, -2)).float() * options.scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask.float()

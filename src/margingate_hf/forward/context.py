@@ -1,7 +1,7 @@
 """Which tokens one forward pass covers, and where their keys lie. Computed once a pass, read by every layer.
 
 A pass hands the model only token ids and position ids; everything that depends on the batch (which cache row a token
-belongs to, how far it may look back) travels beside the model in a thread-local `Geometry`, so the model's own forward
+belongs to, how far it may look back) travels beside the model in a thread-local `Context`, so the model's own forward
 stays unmodified and a stock call in another thread sees nothing of it.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from .backend import Backend
 
 # Keys and values are cut into blocks of this many positions, anchored at position 0. Part of the verifier's plan.
 KV_BLOCK = 128
@@ -88,7 +90,32 @@ class Round:
 
 
 @dataclass
-class VerifyGeometry:
+class AttentionRecord:
+    """
+    How one forward called attention; the self-test reads it.
+
+    Attributes:
+        calls: attention calls by layer index.
+        transforms_cached_kv: whether attention was called with anything but what the cache returned: latent attention
+            computes with it first.
+    """
+
+    calls: dict[int, int] = field(default_factory=dict)
+    transforms_cached_kv: bool = False
+    _returned: set[tuple[int, torch.Size]] = field(default_factory=set)
+
+    def returned(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The cache gave a layer these, any shape."""
+        self._returned |= {_address(keys), _address(values)}
+
+    def called(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Attention of a layer was called with these, any shape."""
+        self.calls[layer] = self.calls.get(layer, 0) + 1
+        self.transforms_cached_kv |= not {_address(keys), _address(values)} <= self._returned
+
+
+@dataclass
+class VerifyContext:
     """
     A verifier pass over the flat tokens of several segments (model batch 1, length `n_tokens`).
 
@@ -97,9 +124,8 @@ class VerifyGeometry:
         spans: `(slot, first flat index, first position, tokens)` of each segment.
         n_rows: leading cache rows that the pass reads; `length`: one past the furthest position.
         long: bool `[n_tokens]`, tokens of rows that use the long rotary table; `None` if there are none.
-        calls: attention calls by layer index; the self-test reads it.
-        derives: whether attention was called with anything but what the cache returned, which latent attention computes
-            with first; the self-test reads it.
+        backend: what runs the operations of this forward.
+        record: filled in by the self-test's own forward, `None` in all others.
         broken: bool `[n_tokens]`, tokens with a key or value, in any layer, that the cache cannot hold: NaN or too
             large. `None` if there are none.
     """
@@ -110,10 +136,9 @@ class VerifyGeometry:
     n_rows: int
     length: int
     long: torch.Tensor | None = None
-    calls: dict[int, int] = field(default_factory=dict)
-    derives: bool = False
+    backend: Backend | None = None
+    record: AttentionRecord | None = None
     broken: torch.Tensor | None = None
-    _handed: set[tuple[int, torch.Size]] = field(default_factory=set)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     _rounds: dict[tuple[int, ...], tuple[Round, ...]] = field(default_factory=dict)
 
@@ -127,15 +152,11 @@ class VerifyGeometry:
         """KV blocks that the pass reads."""
         return -(-self.length // KV_BLOCK)
 
-    def hand(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Notes what the cache gives a layer of the model, any shape, and gives it back."""
-        self._handed |= {_address(keys), _address(values)}
+    def noted(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache gives a layer of the model, any shape, unchanged; the self-test's record takes note of it."""
+        if self.record is not None:
+            self.record.returned(keys, values)
         return keys, values
-
-    def count(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Notes a call of attention with keys and values, any shape."""
-        self.calls[layer] = self.calls.get(layer, 0) + 1
-        self.derives |= not {_address(keys), _address(values)} <= self._handed
 
     def mark_broken(self, tokens: torch.Tensor) -> None:
         """Notes tokens, bool `[n_tokens]`, whose keys or values cannot be held."""
@@ -184,7 +205,7 @@ class VerifyGeometry:
 
 
 @dataclass
-class DecodeGeometry:
+class DecodeContext:
     """
     A fast step: one token for each of `n_rows` consecutive cache rows (model batch `n_rows`, length 1).
 
@@ -194,6 +215,7 @@ class DecodeGeometry:
         long: bool `[n_rows]`, rows that use the long rotary table; `None` if there are none.
         first: the first of the cache rows.
         product: takes the place of torch's own linear product, see [`DraftLinear`]; `None` leaves it.
+        backend: what runs the operations of this step.
     """
 
     positions: torch.Tensor
@@ -201,6 +223,7 @@ class DecodeGeometry:
     long: torch.Tensor | None = None
     first: int = 0
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
+    backend: Backend | None = None
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -215,7 +238,7 @@ class DecodeGeometry:
 
     @functools.cached_property
     def tiles(self) -> torch.Tensor:
-        """One tile a row, int32 `[n_rows, 2]`, as [`VerifyGeometry.tiles`]."""
+        """One tile a row, int32 `[n_rows, 2]`, as [`VerifyContext.tiles`]."""
         tokens = torch.arange(self.n_rows, device=self.positions.device)
         return torch.stack([tokens, torch.ones_like(tokens)], dim=1).int()
 
@@ -235,10 +258,10 @@ class DecodeGeometry:
         return mask
 
 
-Geometry = VerifyGeometry | DecodeGeometry
+Context = VerifyContext | DecodeContext
 
 
-def verify_geometry(segments: Sequence[Segment], device: torch.device) -> VerifyGeometry:
+def verify_context(segments: Sequence[Segment], device: torch.device, backend: Backend | None = None) -> VerifyContext:
     """Lays the segments out one after the other."""
     slots: list[int] = []
     positions: list[int] = []
@@ -247,12 +270,13 @@ def verify_geometry(segments: Sequence[Segment], device: torch.device) -> Verify
         spans.append((segment.slot, len(slots), segment.start, len(segment.tokens)))
         slots.extend([segment.slot] * len(segment.tokens))
         positions.extend(range(segment.start, segment.stop))
-    return VerifyGeometry(
+    return VerifyContext(
         slots=torch.tensor(slots, device=device),
         positions=torch.tensor(positions, device=device),
         spans=tuple(spans),
         n_rows=max(slots) + 1,
         length=max(positions) + 1,
+        backend=backend,
     )
 
 
@@ -292,17 +316,17 @@ def _round(size: int, members: list[_Tile], n_tokens: int, device: torch.device)
 _state = threading.local()
 
 
-def current_geometry() -> Geometry | None:
-    """The geometry of the pass that this thread is in, or `None` outside our passes."""
-    return getattr(_state, "geometry", None)
+def current_context() -> Context | None:
+    """The context of the pass that this thread is in, or `None` outside our passes."""
+    return getattr(_state, "context", None)
 
 
 @contextlib.contextmanager
-def geometry_scope(geometry: Geometry) -> Iterator[Geometry]:
-    """Makes `geometry` current in this thread for the duration of one forward pass."""
-    before = current_geometry()
-    _state.geometry = geometry
+def context_scope(context: Context) -> Iterator[Context]:
+    """Makes `context` current in this thread for the duration of one forward pass."""
+    before = current_context()
+    _state.context = context
     try:
-        yield geometry
+        yield context
     finally:
-        _state.geometry = before
+        _state.context = before

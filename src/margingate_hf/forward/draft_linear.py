@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .context import DecodeGeometry, current_geometry
+from .context import DecodeContext, current_context
 
 
 class DraftLinear(torch.nn.Linear):
-    """The class of a plain linear layer in a [`twin`]: in a fast step the geometry's product stands in for torch's."""
+    """The class of a plain linear layer in a [`twin`]: in a fast step the context's product stands in for torch's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """
@@ -18,10 +18,10 @@ class DraftLinear(torch.nn.Linear):
         Returns:
             `torch.Tensor` of shape `[..., out]`, the model's dtype.
         """
-        geometry = current_geometry()
-        if not isinstance(geometry, DecodeGeometry) or geometry.product is None:
+        context = current_context()
+        if not isinstance(context, DecodeContext) or context.product is None:
             return super().forward(input)
-        out = geometry.product(input.reshape(-1, input.shape[-1]), self.weight)
+        out = context.product(input.reshape(-1, input.shape[-1]), self.weight)
         if out is None:
             return super().forward(input)
         out = out.view(*input.shape[:-1], self.weight.shape[0])
@@ -29,5 +29,5 @@ class DraftLinear(torch.nn.Linear):
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is a linear layer on CPU with torch's own forward: no subclass, nothing put in its place."""
-    return type(module) is torch.nn.Linear and module.weight.device.type == "cpu" and "forward" not in module.__dict__
+    """Whether a module is a linear layer with torch's own forward: no subclass, nothing put in its place."""
+    return type(module) is torch.nn.Linear and "forward" not in module.__dict__

@@ -78,27 +78,25 @@ def tile_sizes(group: int, dim: int, value_dim: int, device: torch.device) -> tu
         dim, value_dim (`int`): of a head.
         device (`torch.device`): where.
     """
-    if device.type != "cpu":
-        return (QUERY_TILE,)
-    return _probed(group, dim, value_dim, torch.get_num_threads())
+    return _probed(group, dim, value_dim, device, torch.get_num_threads())
 
 
 @functools.lru_cache
-def _probed(group: int, dim: int, value_dim: int, threads: int) -> tuple[int, ...]:
-    agreeing = [size for size in CANDIDATES if _agrees(size, group, dim, value_dim)]
+def _probed(group: int, dim: int, value_dim: int, device: torch.device, threads: int) -> tuple[int, ...]:
+    agreeing = [size for size in CANDIDATES if _agrees(size, group, dim, value_dim, device)]
     return tuple(sorted((QUERY_TILE, *agreeing)))
 
 
-def _agrees(size: int, group: int, dim: int, value_dim: int) -> bool:
+def _agrees(size: int, group: int, dim: int, value_dim: int, device: torch.device) -> bool:
     """Whether every query of two full tiles gets the bits of `QUERY_TILE`, in batches of several sizes."""
     generator = torch.Generator().manual_seed(0)
     normal = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     count = 2 * max(size, QUERY_TILE)
     for rows, blocks, kv_heads in BATCHES:
-        queries = normal(rows, count, kv_heads * group, dim) * dim**-0.5
-        keys = normal(rows, kv_heads, blocks, KV_BLOCK, dim)
-        values = normal(rows, kv_heads, blocks, KV_BLOCK, value_dim)
-        hidden = normal(rows, 1, blocks, count, 1, KV_BLOCK) < -0.7
+        queries = normal(rows, count, kv_heads * group, dim).to(device) * dim**-0.5
+        keys = normal(rows, kv_heads, blocks, KV_BLOCK, dim).to(device)
+        values = normal(rows, kv_heads, blocks, KV_BLOCK, value_dim).to(device)
+        hidden = normal(rows, 1, blocks, count, 1, KV_BLOCK).to(device) < -0.7
         found = []
         for step in (size, QUERY_TILE):
             tiles = zip(queries.split(step, 1), hidden.split(step, 3), strict=True)

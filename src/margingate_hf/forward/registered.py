@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from .adapters import activate
-from .context import Geometry, VerifyGeometry, current_geometry
-from .dispatch import implementation
+from .backend import AttentionOptions
+from .context import Context, VerifyContext, current_context
 from .draft_linear import DraftLinear, is_plain_linear
 from .fixed_plan import fixed_plan
 from .lengths import declared_window, shorten
@@ -24,14 +24,14 @@ from .twin import STOCK_EXPERTS, twin_of
 NAME = "margingate"
 
 
-def _geometry() -> Geometry:
-    geometry = current_geometry()
-    if geometry is None:
+def _context() -> Context:
+    context = current_context()
+    if context is None:
         raise RuntimeError(
             "attention of the margin gate was called outside a forward of the margin gate. A copy of a model that was "
             "taken from inside one of its forwards cannot be used; copy the model that was passed to `enable`."
         )
-    return geometry
+    return context
 
 
 def margingate_attention(
@@ -52,27 +52,30 @@ def margingate_attention(
     Args:
         query (`torch.Tensor` of shape `[batch, heads, length, dim]`).
         key, value: what `MarginGateCache.update` returned.
-        attention_mask: unused, geometry replaces it.
+        attention_mask: unused, context replaces it.
 
     Returns:
         `(output, None)` with `output` of shape `[batch, length, heads, dim]`.
     """
-    geometry = _geometry()
+    context = _context()
     sliding_window = declared_window(module) if sliding_window is None else sliding_window
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
+    backend = context.backend
+    assert backend is not None, "a forward of ours names its backend"
     with fixed_plan():
-        if isinstance(geometry, VerifyGeometry):
-            geometry.count(int(getattr(module, "layer_idx", -1)), key, value)
-            attend = implementation("verify_attention", query.device)
+        if isinstance(context, VerifyContext):
+            if context.record is not None:
+                context.record.called(int(getattr(module, "layer_idx", -1)), key, value)
+            out = backend.verify_attention(query, key, value, context, options)
         else:
-            attend = implementation("decode_attention", query.device)
-        out = attend(query, key, value, geometry, scaling, sliding_window, softcap, s_aux)
+            out = backend.decode_attention(query, key, value, context, options)
         return out.contiguous(), None
 
 
 def margingate_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: geometry travels beside the model."""
-    _geometry()
+    """No mask: context travels beside the model."""
+    _context()
 
 
 def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -89,7 +92,7 @@ def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> to
         `torch.Tensor` of shape `[tokens, hidden]`.
     """
     eager = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-    if isinstance(_geometry(), VerifyGeometry):
+    if isinstance(_context(), VerifyContext):
         return eager(module, *args, **kwargs)
     stock = getattr(module.config, STOCK_EXPERTS, None)
     return ALL_EXPERTS_FUNCTIONS.get(stock, eager)(module, *args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .context import current_geometry
+from .context import current_context
 
 PINNED_TYPES = ("longrope", "dynamic")
 
@@ -28,12 +28,6 @@ def original_length(model: torch.nn.Module) -> int | None:
     """Positions the short table serves, or `None` where no table depends on the length."""
     lengths = [_original(module) for module in rotary_modules(model)]
     return min(lengths, default=None)
-
-
-def needs_long_table(model: torch.nn.Module, length: int) -> bool:
-    """Whether a text that may reach `length` tokens is decoded with the long table."""
-    original = original_length(model)
-    return original is not None and length > original
 
 
 def _original(module: Any) -> int:
@@ -67,12 +61,12 @@ class PinnedRotary:
         Returns:
             `(cos, sin)`, each `[batch, length, dim]`, every token's from its own row's table.
         """
-        geometry = current_geometry()
+        context = current_context()
         short = self._short(x, position_ids)
-        if geometry is None or geometry.long is None or self._long is None:
+        if context is None or context.long is None or self._long is None:
             return short
         long = self._long(x, position_ids)
-        chosen = geometry.long.view(position_ids.shape)[..., None]
+        chosen = context.long.view(position_ids.shape)[..., None]
         return torch.where(chosen, long[0], short[0]), torch.where(chosen, long[1], short[1])
 
 

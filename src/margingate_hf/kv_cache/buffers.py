@@ -10,9 +10,9 @@ import torch
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """
-    A tensor of zeros.
+    A tensor of zeros in the host's memory.
 
-    On CPU its pages come from the operating system, not from the C library's heap: what is never written is never
+    Its pages come from the operating system, not from the C library's heap: what is never written is never
     resident, and a cache that has outgrown its buffer leaves no hole behind. (The heap keeps what it once had: growing
     a cache of 30 layers layer by layer left up to its whole former size unused.)
 
@@ -21,7 +21,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         dtype (`torch.dtype`), device (`torch.device`): likewise.
     """
     count = math.prod(shape)
-    if device.type != "cpu" or not count:
+    if not count:
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = count * dtype.itemsize
     private = getattr(mmap, "MAP_PRIVATE", None)

@@ -6,7 +6,7 @@ what the fast path reads; a verifier pass writes over it, which is the column re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..forward.context import VerifyGeometry, current_geometry, whole_blocks
-from ..forward.dispatch import implementation
+from ..forward.context import VerifyContext, current_context, whole_blocks
 from ..forward.fixed_plan import fixed_plan
-from .formats import largest_held, round_to_planes
-from .stores import ColumnStore
+from .formats import round_to_planes
+from .stores import ColumnStore, cpu_store
 
 
 class MarginGateLayer(DynamicLayer):
@@ -40,9 +39,8 @@ class MarginGateLayer(DynamicLayer):
         """
         cache = self._cache
         self.device = key_states.device
-        make = implementation(cache.store, self.device)
         keys, values = (
-            make(
+            cache.new_store(
                 cache.rows,
                 states.shape[-3],
                 cache.capacity,
@@ -83,8 +81,8 @@ class MarginGateLayer(DynamicLayer):
         Raises:
             `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
         """
-        geometry = current_geometry()
-        if geometry is None:
+        context = current_context()
+        if context is None:
             raise RuntimeError(
                 "A MarginGateCache is ragged and only the margin gate can write to it. "
                 "Call `cache.to_dynamic_cache()` to continue with stock transformers."
@@ -94,24 +92,22 @@ class MarginGateLayer(DynamicLayer):
                 self.lazy_initialization(key_states, value_states)
             assert self.stores is not None
             keys, values = self.stores
-            if isinstance(geometry, VerifyGeometry):
-                flat = [self._held(states[0].transpose(0, 1), geometry) for states in (key_states, value_states)]
-                return geometry.hand(keys.repair(flat[0], geometry), values.repair(flat[1], geometry))
-            return keys.write_draft(key_states[:, :, 0], geometry), values.write_draft(value_states[:, :, 0], geometry)
+            if isinstance(context, VerifyContext):
+                return context.noted(
+                    self._repair(keys, key_states, context), self._repair(values, value_states, context)
+                )
+            return keys.write_draft(key_states[:, :, 0], context), values.write_draft(value_states[:, :, 0], context)
 
-    def _held(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+    @staticmethod
+    def _repair(store: ColumnStore, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
         """
-        Keys or values, float32 `[tokens, heads, dim]`, as the cache can hold them. A masked key is weighed by an exact
-        0, which NaN and infinity would survive: they are replaced here and their tokens marked, so that whatever is
-        computed from them ends its row by an error, and nothing else is touched.
+        Writes keys or values, float32 `[1, heads, tokens, dim]`. Tokens whose values the store cannot hold are marked:
+        whatever is computed from them ends its row by an error, and nothing else is touched.
         """
-        limit = largest_held(self._cache.dtype, self._cache.kv_planes)
-        if states.device.type == "cpu":  # elsewhere looking costs more than replacing
-            low, high = (float(value) for value in states.aminmax())
-            if -limit <= low and high <= limit:
-                return states
-        geometry.mark_broken(~(states.abs().amax((1, 2)) <= limit))
-        return states.nan_to_num(0.0, limit, -limit).clamp(-limit, limit)
+        held, replaced = store.held(states[0].transpose(0, 1))
+        if replaced is not None:
+            context.mark_broken(replaced)
+        return store.repair(held, context)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchanges two rows in place."""
@@ -177,7 +173,7 @@ class MarginGateCache(DynamicCache):
         rows (`int`): rows to hold.
         dtype (`torch.dtype`): the model's dtype.
         kv_planes (`int`, *optional*, defaults to 2): format of committed columns, see [`MarginGateConfig`].
-        store (`str`, *optional*, defaults to `"column_store"`): which [`ColumnStore`], an operation of `TABLE`.
+        new_store (`Callable`, *optional*): makes a [`ColumnStore`], by default the one for exact runs on CPU.
 
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
@@ -190,14 +186,21 @@ class MarginGateCache(DynamicCache):
         identity ([`CacheIdentity`]): what the columns were computed with.
     """
 
-    def __init__(self, n_layers: int, rows: int, dtype: torch.dtype, kv_planes: int = 2, store: str = "column_store"):
+    def __init__(
+        self,
+        n_layers: int,
+        rows: int,
+        dtype: torch.dtype,
+        kv_planes: int = 2,
+        new_store: Callable[..., ColumnStore] = cpu_store,
+    ):
         super().__init__()
         if rows < 1:
             raise ValueError(f"`rows` must be at least 1, got {rows}.")
         self.rows = rows
         self.dtype = dtype
         self.kv_planes = kv_planes
-        self.store = store
+        self.new_store = new_store
         self.capacity = 0
         self.identity: CacheIdentity | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
-from ..forward.context import KV_BLOCK, DecodeGeometry, VerifyGeometry
+from ..forward.context import KV_BLOCK, DecodeContext, VerifyContext
 from .buffers import zeros
-from .formats import round_to_planes, split_planes
+from .formats import largest_held, round_to_planes, split_planes
 
 
 class ColumnStore(ABC):
@@ -24,8 +24,12 @@ class ColumnStore(ABC):
         device (`torch.device`): where.
     """
 
-    # Names of the tensors; rows are the last dimension but three of each, positions the last but one.
+    # Tensor attributes of the store. Dimension -4 is the row, dimension -2 the position.
     tensors: ClassVar[tuple[str, ...]]
+    # How they are allocated, and whether to look for values that cannot be held before replacing them: a look is cheap
+    # where tensors lie in the host's memory.
+    zeros: Callable[..., torch.Tensor] = staticmethod(zeros)
+    looks_first = True
 
     def __init__(
         self, rows: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, planes: int, device: torch.device
@@ -40,18 +44,37 @@ class ColumnStore(ABC):
     @abstractmethod
     def _allocate(self) -> None: ...
 
+    def held(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Keys or values as the store can hold them. A masked key is weighed by an exact 0, which NaN and infinity would
+        survive, so they are replaced.
+
+        Args:
+            states (`torch.Tensor` of shape `[tokens, heads, dim]`, float32).
+
+        Returns:
+            `(states, replaced)`: `replaced` bool `[tokens]`, or `None` where nothing had to be.
+        """
+        limit = largest_held(self.dtype, self.planes)
+        if self.looks_first:
+            low, high = (float(value) for value in states.aminmax())
+            if -limit <= low and high <= limit:
+                return states, None
+        replaced = ~(states.abs().amax((1, 2)) <= limit)
+        return states.nan_to_num(0.0, limit, -limit).clamp(-limit, limit), replaced
+
     @property
     @abstractmethod
     def draft(self) -> torch.Tensor:
         """What the fast path reads and writes, `[rows, heads, capacity, dim]`."""
 
     @abstractmethod
-    def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+    def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
         """Writes verified columns, float32 `[tokens, heads, dim]`; returns what the verifier's attention reads."""
 
-    def drafted(self, geometry: DecodeGeometry) -> torch.Tensor:
+    def drafted(self, context: DecodeContext) -> torch.Tensor:
         """What the fast step's attention reads: a view `[rows, heads, length, dim]` of `draft`."""
-        return self.draft[geometry.first : geometry.first + geometry.n_rows, :, : geometry.length]
+        return self.draft[context.first : context.first + context.n_rows, :, : context.length]
 
     @abstractmethod
     def committed(self, slot: int, count: int) -> torch.Tensor:
@@ -61,13 +84,13 @@ class ColumnStore(ABC):
     def repaired(self, slot: int, count: int) -> bool:
         """Whether the fast path reads what was committed in the first `count` columns of a row."""
 
-    def write_draft(self, states: torch.Tensor, geometry: DecodeGeometry) -> torch.Tensor:
+    def write_draft(self, states: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """
         Writes one drafted column a row, `[rows, heads, dim]`; returns what the fast step's attention reads. Finite: a
         dropped draft stays where the verifier weighs it by an exact 0.
         """
-        self.draft[geometry.slots, :, geometry.positions] = states.to(self.draft.dtype).nan_to_num()
-        return self.drafted(geometry)
+        self.draft[context.slots, :, context.positions] = states.to(self.draft.dtype).nan_to_num()
+        return self.drafted(context)
 
     def trust(self, slot: int, columns: torch.Tensor) -> None:
         """
@@ -141,17 +164,17 @@ class WholeStore(ColumnStore):
 
     def _allocate(self) -> None:
         shape = (self.rows, self.heads, self.capacity, self.dim)
-        self.exact = zeros(shape, torch.float32, self.device)
+        self.exact = self.zeros(shape, dtype=torch.float32, device=self.device)
 
     @property
     def draft(self) -> torch.Tensor:
         """See [`ColumnStore`]; float32."""
         return self.exact
 
-    def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+    def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
         """See [`ColumnStore`]; returns whole blocks, a view `[rows, heads, length, dim]`."""
-        self.exact[geometry.slots, :, geometry.positions] = round_to_planes(states, self.dtype, self.planes)
-        return self.exact[: geometry.n_rows, :, : geometry.n_blocks * KV_BLOCK]
+        self.exact[context.slots, :, context.positions] = round_to_planes(states, self.dtype, self.planes)
+        return self.exact[: context.n_rows, :, : context.n_blocks * KV_BLOCK]
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
         """See [`ColumnStore`]; a view."""
@@ -181,8 +204,10 @@ class PlaneStore(ColumnStore):
         keeps_whole = self.planes == 3 and self.dtype != torch.float32
         count = 2 if self.planes == 2 and self.dtype != torch.float32 else 1
         shape = (count, self.rows, self.heads, self.capacity, self.dim)
-        self._planes = zeros(shape, self.dtype, self.device)
-        self.whole = zeros((1, *shape[1:]), torch.float32, self.device) if keeps_whole else None
+        self._planes = self.zeros(shape, dtype=self.dtype, device=self.device)
+        self.whole = None
+        if keeps_whole:
+            self.whole = self.zeros((1, *shape[1:]), dtype=torch.float32, device=self.device)
 
     @property
     def draft(self) -> torch.Tensor:
@@ -194,24 +219,24 @@ class PlaneStore(ColumnStore):
         """What the committed value is the sum of, `[n, rows, heads, capacity, dim]`."""
         return self._planes if self.whole is None else self.whole
 
-    def repair(self, states: torch.Tensor, geometry: VerifyGeometry) -> torch.Tensor:
+    def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
         """See [`ColumnStore`]; returns whole blocks `[rows, heads, length, dim]`, float32."""
-        at = geometry.slots, slice(None), geometry.positions
+        at = context.slots, slice(None), context.positions
         if self.whole is not None:
             self.whole[0][at] = states
         count = 1 if self.whole is None and len(self._planes) == 1 else 2  # of two the first saturates
         for plane, part in zip(self._planes, split_planes(states, self.dtype, count), strict=False):
             plane[at] = part
-        return self._summed(geometry)
+        return self._summed(context)
 
-    def _summed(self, geometry: VerifyGeometry) -> torch.Tensor:
+    def _summed(self, context: VerifyContext) -> torch.Tensor:
         """The rows of a pass, the planes added; other rows are zeros."""
-        length = geometry.n_blocks * KV_BLOCK
-        kept = self._kept[:, : geometry.n_rows, :, :length]
+        length = context.n_blocks * KV_BLOCK
+        kept = self._kept[:, : context.n_rows, :, :length]
         if kept.dtype == torch.float32:
             return kept[0]
         out = torch.zeros(kept.shape[1:], dtype=torch.float32, device=self.device)
-        for slot in {span[0] for span in geometry.spans}:
+        for slot in {span[0] for span in context.spans}:
             for plane in kept[:, slot]:
                 out[slot] += plane
         return out
@@ -239,11 +264,11 @@ class PlaneStore(ColumnStore):
         return torch.equal(self.draft[slot, :, :count], first)
 
 
-def column_store(
+def cpu_store(
     rows: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, planes: int, device: torch.device
 ) -> ColumnStore:
     """
-    The store of a certified run on CPU; arguments as for [`ColumnStore`]. One plane is half as large as it stands.
+    The store of an exact run on CPU; arguments as for [`ColumnStore`]. One plane is half as large as it stands.
     """
     kind = PlaneStore if planes == 1 and dtype != torch.float32 else WholeStore
     return kind(rows, heads, capacity, dim, dtype, planes, device)

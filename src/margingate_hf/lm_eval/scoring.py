@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from ..forward.context import Segment
-from ..forward.dispatch import implementation
 from ..forward.fixed_plan import fixed_plan
-from ..forward.rope import needs_long_table
 from ..kv_cache.cache import MarginGateCache
 from ..kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore
 from ..verifier import Verifier
@@ -64,7 +62,7 @@ def score_continuations(
         if not len(context) or not len(continuation):
             raise ValueError(f"`pairs` must have a context and a continuation each; pair {index} lacks one.")
         # The rotary table follows the pair's own length, not that of the longest continuation beside it.
-        long = needs_long_table(model, len(context) + len(continuation))
+        long = verifier.architecture.needs_long_table(len(context) + len(continuation))
         groups.setdefault((tuple(context), long), []).append(index)
     found: dict[int, Score] = {}
     cache = verifier.new_cache(rows, kv_planes)
@@ -107,7 +105,7 @@ def _score_group(
     segments = [Segment(slot, shared, [context[-1], *end[:-1]]) for slot, end in enumerate(ends)]
     logits = verifier.run(cache, segments)
     with fixed_plan():
-        logprobs = implementation("log_softmax", logits.device)(logits)
+        logprobs = verifier.backend.log_softmax(logits)
     scores = []
     for end, logs in zip(ends, logprobs.split([len(end) for end in ends]), strict=True):
         targets = torch.tensor(end, device=logs.device)

@@ -29,7 +29,7 @@ def stamp(tensor: torch.Tensor) -> str:
     A hash that tells whether a tensor has changed, computed where it lies: on CPU its [`digest`], on another device a
     mix of every 64-bit word with keys of its place, so that nothing has to be copied to the host.
     """
-    return digest(tensor) if tensor.device.type == "cpu" else _mixed(tensor)
+    return digest(tensor) if tensor.is_cpu else _mixed(tensor)
 
 
 def _mixed(tensor: torch.Tensor) -> str:

@@ -10,7 +10,6 @@ call that would turn one into 16 bits raises.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, resolve_name
 
-from ..forward.context import VerifyGeometry, current_geometry
-from ..forward.dispatch import implementation
+from ..forward.backend import Backend
+from ..forward.context import VerifyContext, current_context
 from ..forward.fixed_plan import fixed_plan
 from . import arithmetic
 from .weights import WeightStore
@@ -37,6 +36,7 @@ class VerifierMode(TorchFunctionMode):
 
     Args:
         store ([`WeightStore`]): the packed FP32 weights.
+        backend ([`Backend`]): what runs sums and norms.
         strict (`bool`): raise on an unknown operation; otherwise let it run and note it in `unplanned`.
         precision (`str`, *optional*, defaults to `"float32"`): `"bfloat16"` rounds the operands of linear layers, the
             head's excepted.
@@ -45,9 +45,10 @@ class VerifierMode(TorchFunctionMode):
         unplanned (`set[str]`): names of operations let through with `strict=False`.
     """
 
-    def __init__(self, store: WeightStore, strict: bool = True, precision: str = "float32"):
+    def __init__(self, store: WeightStore, backend: Backend, strict: bool = True, precision: str = "float32"):
         super().__init__()
         self.store = store
+        self.backend = backend
         self.strict = strict
         self.precision = precision
         self.unplanned: set[str] = set()
@@ -66,7 +67,7 @@ class VerifierMode(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(current_geometry(), VerifyGeometry):
+        if not isinstance(current_context(), VerifyContext):
             return func(*args, **kwargs)  # left on this thread's stack by an interrupt: inert outside a forward of ours
         handler = ROUTED.get(func)
         if handler is not None:
@@ -167,7 +168,7 @@ def _norm(
     if ord not in (None, 2, 2.0) or not _last_dim(mode, func, input, dim):
         mode._refuse(func, f"of order {ord!r} over dimensions {dim} has no fixed plan")
         return func(input, ord, dim, keepdim, dtype=dtype, **kwargs)
-    out = _form("row_sum", input.float() * input.float()).sqrt()
+    out = mode.backend.row_sum(input.float() * input.float()).sqrt()
     return out if keepdim else out.squeeze(-1)
 
 
@@ -183,23 +184,21 @@ def _last_dim(mode: VerifierMode, func: Callable, x: torch.Tensor, dim: Any) -> 
     return x.is_floating_point()
 
 
-def _form(operation: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Runs an operation of the dispatch table on float32 `x`."""
-    out: torch.Tensor = implementation(operation, x.device)(x.float(), *args)
-    return out
+def _sum(backend: Backend, x: torch.Tensor) -> torch.Tensor:
+    return backend.row_sum(x.float())
 
 
-def _mean(x: torch.Tensor) -> torch.Tensor:
-    return _form("row_sum", x) / x.shape[-1]
+def _mean(backend: Backend, x: torch.Tensor) -> torch.Tensor:
+    return backend.row_sum(x.float()) / x.shape[-1]
 
 
-def _reduction(row_form: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+def _reduction(row_form: Callable[[Backend, torch.Tensor], torch.Tensor]) -> Callable:
     def handler(
         mode: VerifierMode, func: Callable, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     ) -> torch.Tensor:
         if not _last_dim(mode, func, input, dim):
             return func(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), dtype=dtype)
-        out = row_form(input)
+        out = row_form(mode.backend, input)
         return out if keepdim else out.squeeze(-1)
 
     return handler
@@ -211,7 +210,8 @@ def _softmax(operation: str) -> Callable:
     ) -> torch.Tensor:
         if not _last_dim(mode, func, input, dim):
             return func(input, dim=dim, dtype=dtype)
-        return _form(operation, input)
+        out: torch.Tensor = getattr(mode.backend, operation)(input.float())
+        return out
 
     return handler
 
@@ -228,7 +228,7 @@ def _layer_norm(
 ) -> torch.Tensor:
     if len(normalized_shape) != 1:
         mode._refuse(func, f"over {len(normalized_shape)} dimensions has no fixed plan")
-    return _form("layer_norm", input, weight, bias, eps)
+    return mode.backend.layer_norm(input.float(), weight, bias, eps)
 
 
 def _rms_norm(
@@ -236,7 +236,8 @@ def _rms_norm(
 ) -> torch.Tensor:
     if len(normalized_shape) != 1:
         mode._refuse(func, f"over {len(normalized_shape)} dimensions has no fixed plan")
-    return _form("rms_norm", input, weight, torch.finfo(input.dtype).eps if eps is None else eps)
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return mode.backend.rms_norm(input.float(), weight, eps)
 
 
 def _pow(mode: VerifierMode, func: Callable, input: Any, exponent: Any) -> torch.Tensor:
@@ -284,7 +285,7 @@ def _table() -> dict[Callable, Callable]:
         "bmm": _matmul,
         "addmm": _addmm,
         "embedding": _embedding,
-        "sum": _reduction(functools.partial(_form, "row_sum")),
+        "sum": _reduction(_sum),
         "mean": _reduction(_mean),
         "softmax": _softmax("softmax"),
         "log_softmax": _softmax("log_softmax"),

@@ -15,26 +15,22 @@ class LoweredPrecisionError(ValueError):
     """A setting of the process rounds the operands of FP32 products."""
 
 
-def lowered_precision(device: torch.device) -> str | None:
+def lowered_precision() -> str | None:
     """
-    The name and value of a process-wide setting that rounds the operands of FP32 products on a device, or `None`.
-
-    On CUDA the kernels of this package do not read it.
+    The name and value of a process-wide setting that rounds the operands of FP32 products on this processor, or `None`.
     """
-    if device.type != "cpu":
-        return None
     setting: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # made at run time
     if setting in ("ieee", "none") or not (torch.cpu._is_amx_tile_supported() or _rounds(setting)):
         return None
     return f"torch.backends.mkldnn.matmul.fp32_precision={setting!r}"
 
 
-def check_precision(device: torch.device) -> None:
+def check_precision() -> None:
     """
     Raises:
         `LoweredPrecisionError`: FP32 products would be rounded; names the setting and what to do.
     """
-    lowered = lowered_precision(device)
+    lowered = lowered_precision()
     if lowered is not None:
         raise LoweredPrecisionError(
             f"`{lowered}` lets this processor round FP32 operands, so no canonical value can be computed. It is a "

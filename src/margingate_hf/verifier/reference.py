@@ -17,7 +17,7 @@ from ..forward.adapters import activate
 from ..forward.devices import execution_device
 from ..forward.lengths import shorten
 from ..forward.twin import twin_of
-from .precision import check_precision
+from .backends import backend_for
 
 OUTPUTS = 8192  # of a linear layer, up-cast at a time
 _UPCAST = frozenset(
@@ -138,7 +138,7 @@ def reference_logits(
         `ValueError`: FP32 products would be rounded.
     """
     device = execution_device(model)
-    check_precision(device)
+    backend_for(device).check_settings()
     ids = torch.tensor([tokens], device=device)
     with torch.autocast(ids.device.type, enabled=False), PlainMode(dtype):
         return eager_twin(model, short, adapter)(input_ids=ids, use_cache=False).logits[0].to(dtype)

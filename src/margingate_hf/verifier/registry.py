@@ -13,10 +13,9 @@ import torch
 from ..config import MarginGateConfig
 from ..forward.adapters import row_adapters
 from ..forward.devices import execution_device
-from ..forward.dispatch import backend_for, implementation
+from .backends import backend_for
 from .model_state import describe_structure
 from .plans import LinearPlan
-from .precision import check_precision
 from .selftest import choose_verifier
 from .verifier import Verifier
 
@@ -39,12 +38,13 @@ def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPla
         `ValueError`: FP32 products would be rounded by a setting of the process.
     """
     device = execution_device(model)
-    check_precision(device)
+    backend = backend_for(device)
+    backend.check_settings()
     if plans is None:
-        plans = implementation("plans", device)()
+        plans = backend.plans()
     key = (
         str(device),
-        backend_for(device),
+        backend.name,
         model.dtype,
         torch.get_num_threads(),
         config.strict,

@@ -20,19 +20,19 @@ import torch
 
 from ..config import MarginGateConfig
 from ..forward.adapters import BASE, row_adapters
-from ..forward.context import KV_BLOCK, Segment, verify_geometry
+from ..forward.architecture import architecture_of
+from ..forward.context import KV_BLOCK, AttentionRecord, Segment, verify_context
 from ..forward.devices import execution_device
-from ..forward.dispatch import implementation
-from ..forward.lengths import KNOWN_LAYER_TYPES, unknown_lengths
-from ..forward.rope import needs_long_table, rotary_modules
+from ..forward.rope import rotary_modules
 from ..kv_cache.cache import MarginGateCache
 from .arithmetic import probe_elementwise, probe_reductions
+from .backends import backend_for
 from .mode import StrictVerifierError
 from .operator_audit import OperatorAudit
 from .plans import LinearPlan, probe_linear
 from .precision import LoweredPrecisionError
 from .reference import eager_twin, reference_logits
-from .verifier import Verifier, n_layers
+from .verifier import Verifier
 
 # With exact K/V (three planes) verifier and reference differ by FP32 rounding alone. One operation rounds by 2^-24; a
 # logit is the end of a chain of products over up to thousands of terms and tens of layers whose errors add at random,
@@ -54,8 +54,10 @@ def choose_verifier(model: Any, config: MarginGateConfig, plans: Sequence[Linear
         `VerifierError`: none does; names the plans, the part each failed and how.
     """
     device = execution_device(model)
-    row_sum = implementation("row_sum", device)
-    problem = check_architecture(model) or probe_elementwise(device) or probe_reductions(row_sum, device)
+    row_sum = backend_for(device).row_sum
+    uncovered = architecture_of(model).uncovered
+    problem = f"coverage: {uncovered}" if uncovered else None
+    problem = problem or probe_elementwise(device) or probe_reductions(row_sum, device)
     if problem:
         raise VerifierError(f"The verifier's self-test failed: {problem}.")
     failures: list[str] = []
@@ -92,23 +94,6 @@ def _try_plan(model: Any, config: MarginGateConfig, plan: LinearPlan) -> tuple[s
     return problem, verifier
 
 
-def check_architecture(model: Any) -> str | None:
-    """`None` if the model uses transformers' attention interface with layer types we know, otherwise a sentence."""
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"coverage: {type(model).__name__} does not call transformers' attention interface"
-    config = model.config.get_text_config(decoder=True)
-    declared = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "attention_chunk_size", None) and "chunked_attention" in declared:
-        return "coverage: chunked attention lives in the mask alone, which the verifier does not read"
-    unknown = declared - KNOWN_LAYER_TYPES
-    if unknown:
-        return f"coverage: layer types {sorted(unknown)} are none of {sorted(KNOWN_LAYER_TYPES)}"
-    lengths = unknown_lengths(config)
-    if lengths:
-        return f"coverage: {', '.join(lengths)} may limit what a layer sees, and the self-test cannot lower it"
-    return None
-
-
 def self_test(verifier: Verifier) -> str | None:
     """
     Runs the three parts.
@@ -141,14 +126,15 @@ def _texts(model: Any) -> list[list[int]]:
 def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     cache = _cache(verifier, 1)
     cache.reserve(len(text))
-    geometry = verify_geometry([Segment(0, 0, text)], verifier.device)
+    context = verify_context([Segment(0, 0, text)], verifier.device, verifier.backend)
+    record = context.record = AttentionRecord()
     audit = OperatorAudit()
     twin = verifier.twin_for(cache.adapters[0])
     try:
-        with audit, verifier.scope(geometry):
+        with audit, verifier.scope(context):
             twin(
                 input_ids=torch.tensor([text], device=verifier.device),
-                position_ids=geometry.positions[None],
+                position_ids=context.positions[None],
                 cache=cache,
                 use_cache=True,
             )
@@ -156,13 +142,13 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
         raise
     except Exception as error:
         return f"coverage: the model's forward does not run as a verifier pass ({type(error).__name__}: {error})"
-    verifier.derives = geometry.derives
-    expected = {layer: 1 for layer in range(n_layers(verifier.model))}
-    if geometry.calls != expected:
-        missing = sorted(expected.keys() - geometry.calls.keys())
+    verifier.transforms_cached_kv = record.transforms_cached_kv
+    expected = {layer: 1 for layer in range(verifier.architecture.n_layers)}
+    if record.calls != expected:
+        missing = sorted(expected.keys() - record.calls.keys())
         return (
             "coverage: the model does not call the registered attention once per layer "
-            f"(layers never reached: {missing}, calls: {geometry.calls})"
+            f"(layers never reached: {missing}, calls: {record.calls})"
         )
     if audit.found and verifier.mode.strict:
         return f"coverage: operators {sorted(audit.found)} ran outside the fixed plan"
@@ -232,14 +218,14 @@ def _cache(verifier: Verifier, rows: int) -> MarginGateCache:
 
 def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:
     cache = _cache(verifier, len(texts))
-    cache.long_rows = [needs_long_table(verifier.twin_for(), len(text)) for text in texts]
+    cache.long_rows = [architecture_of(verifier.twin_for()).needs_long_table(len(text)) for text in texts]
     logits = verifier.run(cache, [Segment(slot, 0, text) for slot, text in enumerate(texts)])
     return list(logits.split([len(text) for text in texts]))
 
 
 def _run_cut(verifier: Verifier, text: list[int]) -> torch.Tensor:
     cache = _cache(verifier, 1)
-    cache.long_rows = [needs_long_table(verifier.twin_for(), len(text))]
+    cache.long_rows = [architecture_of(verifier.twin_for()).needs_long_table(len(text))]
     parts, start, turn = [], 0, 0
     while start < len(text):
         size = WINDOWS[turn] if turn < len(WINDOWS) else len(text)

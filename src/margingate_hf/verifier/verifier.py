@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,16 +10,14 @@ from typing import Any
 
 import torch
 
-from ..decoding.schedule import CostMeter
-from ..forward.context import Segment, VerifyGeometry, geometry_scope, verify_geometry
+from ..forward.architecture import architecture_of
+from ..forward.context import Segment, VerifyContext, context_scope, verify_context
 from ..forward.devices import execution_device
-from ..forward.dispatch import implementation
 from ..forward.registered import forward_twin
 from ..kv_cache.cache import CacheIdentity, MarginGateCache
-from .draft_products import DraftProducts
+from .backends import backend_for
 from .mode import VerifierMode
 from .plans import LinearPlan
-from .precision import check_precision
 from .weights import WeightStore
 
 # Tokens of one pass. Longer prompts are cut; the cut cannot change a bit, it bounds the memory of a pass.
@@ -48,17 +45,16 @@ class Verifier:
         precision: str = "float32",
     ):
         self.device = execution_device(model)
+        self.backend = backend_for(self.device)
+        self.architecture = architecture_of(model)
         self.plan = plan
         self.store = WeightStore(model, plan, resident)
         self.precision = precision
-        self.products = DraftProducts(self.store)
-        self.mode = VerifierMode(self.store, strict, precision)
+        self.mode = VerifierMode(self.store, self.backend, strict, precision)
         self.passed_over: list[str] = []
-        self.meter = CostMeter()
         # Whether the model computes with what the cache returns before it calls attention; the self-test finds out.
-        self.derives = False
+        self.transforms_cached_kv = False
         self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
-        self.keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self.short = False  # whether lengths are lowered for the self-test
         self._twins: dict[str | None, Any] = {}
 
@@ -95,7 +91,7 @@ class Verifier:
         """The plan in one line; two verifiers of one name and one processor type compute the same bits."""
         device = self.device
         operands = "" if self.precision == "float32" else f"/{self.precision}-operands"
-        return f"{implementation('describe', device)(device)}/{self.plan.name}{operands}/torch-{torch.__version__}"
+        return f"{self.backend.describe(device)}/{self.plan.name}{operands}/torch-{torch.__version__}"
 
     def notes(self) -> list[str]:
         """Every slower or weaker path this verifier is on, in words."""
@@ -108,7 +104,7 @@ class Verifier:
 
     def new_cache(self, rows: int, kv_planes: int) -> MarginGateCache:
         """An empty cache for this model."""
-        cache = MarginGateCache(n_layers(self.model), rows, self.model.dtype, kv_planes, self._column_store)
+        cache = MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, kv_planes, self._store(gated=False))
         cache.identity = self.identity
         return cache
 
@@ -117,12 +113,11 @@ class Verifier:
         An empty cache of one plane, where what the fast path writes is what the verifier reads. It has no identity: its
         columns depend on the company, and no later call may build on them.
         """
-        return MarginGateCache(n_layers(self.model), rows, self.model.dtype, 1, f"{self._column_store}/gated")
+        return MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, 1, self._store(gated=True))
 
-    @property
-    def _column_store(self) -> str:
-        """The operation of `dispatch.TABLE` that keeps this model's columns."""
-        return "summed_store" if self.derives else self.plan.column_store
+    def _store(self, gated: bool) -> Any:
+        """What makes the stores of this model's cache."""
+        return self.backend.store(self.transforms_cached_kv or self.plan.sums_columns, gated)
 
     @property
     def identity(self) -> CacheIdentity:
@@ -180,45 +175,45 @@ class Verifier:
         segments = [piece.segment for piece in part]
         for segment in segments:
             cache.touch(segment.slot, segment.stop)
-        geometry = verify_geometry(segments, device)
-        geometry.long = cache.long_flags(geometry.slots.tolist(), device)
+        context = verify_context(segments, device, self.backend)
+        context.long = cache.long_flags(context.slots.tolist(), device)
         ids = torch.tensor([[token for segment in segments for token in segment.tokens]], device=device)
         stops = itertools.accumulate(len(segment.tokens) for segment in segments)
         indices = [i for piece, stop in zip(part, stops, strict=True) for i in range(stop - piece.kept, stop)]
         # A forward must return some logits, also where the caller takes none of them.
         wanted = torch.tensor(indices or [0], device=device)
-        extra = {"logits_to_keep": wanted} if self.keeps_logits else {}
+        extra = {"logits_to_keep": wanted} if self.architecture.keeps_logits else {}
         twin = self.twin_for(cache.adapters[segments[0].slot])  # made outside the scope: rotary tables are no forward
-        with self.scope(geometry):
+        with self.scope(context):
             logits = twin(
-                input_ids=ids, position_ids=geometry.positions[None], cache=cache, use_cache=True, **extra
+                input_ids=ids, position_ids=context.positions[None], cache=cache, use_cache=True, **extra
             ).logits[0]
-        logits = (logits if self.keeps_logits else logits[wanted])[: len(indices)]
+        logits = (logits if self.architecture.keeps_logits else logits[wanted])[: len(indices)]
         if logits.dtype != torch.float32:
             raise RuntimeError(f"the verifier's logits came out as {logits.dtype}, not float32.")
-        if geometry.broken is not None:
-            for index in geometry.broken.nonzero().flatten().tolist():
-                cache.mark_broken(int(geometry.slots[index]), int(geometry.positions[index]))
+        if context.broken is not None:
+            for index in context.broken.nonzero().flatten().tolist():
+                cache.mark_broken(int(context.slots[index]), int(context.positions[index]))
         for kept, index in enumerate(indices if any(first is not None for first in cache.broken) else ()):
-            first = cache.broken[int(geometry.slots[index])]
-            if first is not None and int(geometry.positions[index]) >= first:
+            first = cache.broken[int(context.slots[index])]
+            if first is not None and int(context.positions[index]) >= first:
                 logits[kept] = float("nan")  # computed from a replacement
         return logits
 
     @contextlib.contextmanager
-    def scope(self, geometry: VerifyGeometry) -> Iterator[None]:
+    def scope(self, context: VerifyContext) -> Iterator[None]:
         """Everything that makes one forward of the model a verifier pass, undone on every way out."""
-        check_precision(self.device)
+        self.backend.check_settings()
         VerifierMode.drop_stale()
         kind = self.device.type
         autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-        with torch.no_grad(), autocast, geometry_scope(geometry), self.mode:
+        with torch.no_grad(), autocast, context_scope(context), self.mode:
             if not torch._C._is_torch_function_enabled():
                 raise RuntimeError(
                     "torch functions are disabled in this thread, so the verifier cannot see the model's."
                 )
             yield
-        check_precision(self.device)  # another thread may have lowered it meanwhile
+        self.backend.check_settings()  # another thread may have lowered it meanwhile
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -232,11 +227,6 @@ def _by_adapter(cache: MarginGateCache, segments: Sequence[Segment]) -> list[lis
     for index, segment in enumerate(segments):
         groups.setdefault(cache.adapters[segment.slot], []).append(index)
     return list(groups.values())
-
-
-def n_layers(model: Any) -> int:
-    """Attention layers of a decoder-only model."""
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 @dataclass(frozen=True)

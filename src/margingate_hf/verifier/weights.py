@@ -102,7 +102,7 @@ class WeightStore:
         for name, tensor, _ in named_weights(self.model):
             if name in weights:
                 mark = weights[name].stamp
-                found[name] = mark if tensor.device.type == "cpu" else known.get(mark) or digest(tensor)
+                found[name] = mark if tensor.is_cpu else known.get(mark) or digest(tensor)
         return found
 
     def _decide(self) -> bool:
@@ -140,7 +140,7 @@ class WeightStore:
     @staticmethod
     def keeps_short(weight: torch.Tensor) -> bool:
         """Whether a resident weight is also packed in 16 bits, for fast steps."""
-        return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and multiplies_bfloat16()
+        return weight.dtype == torch.bfloat16 and weight.is_cpu and multiplies_bfloat16()
 
     def stays(self, weight: torch.Tensor) -> bool:
         """Whether a weight is the model's own and lies where it lay at the last `refresh`: a copy of it can be kept."""
