@@ -18,7 +18,7 @@ from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.analysis.calibrate import flip_curve, observe
 from margingate_hf.cli.demo import as_ids, load
 from margingate_hf.decoding.drafting import drafting_of
-from margingate_hf.decoding.rows import Row
+from margingate_hf.decoding.rows import Row, RowRequest
 from margingate_hf.decoding.schedule import Costs, FlipCurve, Pending, flip_probability, should_verify
 from margingate_hf.verifier import verifier_for
 
@@ -68,7 +68,7 @@ def play(traces: Sequence[Trace], config: MarginGateConfig, costs: Costs, flips:
         costs ([`Costs`]): of steps and passes; also what the cost schedule believes.
         flips ([`FlipCurve`], *optional*): what it believes of margins; by default the prior.
     """
-    rows = [Row(index, index, [0], len(trace) + 1, committed=[0]) for index, trace in enumerate(traces)]
+    rows = [Row(RowRequest(index, [0], len(trace) + 1), committed=[0]) for index, trace in enumerate(traces)]
     active = list(rows)
     done = Played()
     while active:
@@ -82,13 +82,13 @@ def play(traces: Sequence[Trace], config: MarginGateConfig, costs: Costs, flips:
         done.passes += 1
         for row in active:
             done.wasted += _commit(row, traces[row.index])
-        active = [row for row in active if len(row.committed) < row.limit]
+        active = [row for row in active if len(row.committed) < row.request.limit]
     return done
 
 
 def _pending(row: Row) -> Pending:
-    would_end = len(row.committed) + len(row.drafts) + 1 >= row.limit
-    return Pending(len(row.drafts), row.low, would_end, row.survival, row.expected)
+    would_end = len(row.committed) + len(row.drafts) + 1 >= row.request.limit
+    return Pending(len(row.drafts), row.num_low, would_end, row.survival, row.expected)
 
 
 def _commit(row: Row, trace: Trace) -> int:
@@ -96,7 +96,7 @@ def _commit(row: Row, trace: Trace) -> int:
     first = len(row.committed) - 1
     agreed = next((i for i in range(len(row.drafts)) if trace[first + i][1]), len(row.drafts))
     wasted = max(0, len(row.drafts) - agreed - 1)
-    row.committed += [0] * min(agreed + 1, row.limit - len(row.committed))
+    row.committed += [0] * min(agreed + 1, row.request.limit - len(row.committed))
     row.drop_drafts()
     return wasted
 

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from bitwise import canonical
 from fault_injection import plain_verifier
 from margingate_hf import MarginGateConfig, MarginGateEngine, enable
-from margingate_hf.kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore, shared_blocks
+from margingate_hf.kv_cache.prefix_cache import PREFIX_BLOCK, PrefixCache, shared_blocks
 from margingate_hf.verifier import verifier_for
 from tiny import random_prompts, tiny_model
 
@@ -235,7 +235,7 @@ def test_the_budget_of_kept_columns_holds(model: Any) -> None:
     assert [out[f"req_{i}"].margins for i in range(len(PROMPTS))] == [one(model, prompt)[1] for prompt in PROMPTS]
     assert block.column_bytes == 0 and verifier.column_bytes == 3 * 2 * 2 * 16 * 4
     with pytest.raises(ValueError, match="`budget` must be 0 or more bytes, got -1"):
-        PrefixStore(-1)
+        PrefixCache(-1)
 
 
 def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
@@ -243,7 +243,7 @@ def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
     length = 128  # the longest prompt and its new tokens, in whole blocks
     engine = MarginGateEngine(model, GATE, max_rows=8, kv_bytes=2 * verifier.column_bytes * length)
     seen = []
-    with mock.patch("margingate_hf.decoding.loop.DecodeLoop._verify", autospec=True, side_effect=_recording(seen)):
+    with mock.patch("margingate_hf.decoding.exact.ExactCoverage.advance", autospec=True, side_effect=_recording(seen)):
         out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert max(seen) == 2
     assert [out[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))] == [tokens for tokens, _ in alone]
@@ -253,13 +253,13 @@ def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
 
 
 def _recording(seen: list[int]) -> Any:
-    from margingate_hf.decoding.loop import DecodeLoop
+    from margingate_hf.decoding.exact import ExactCoverage
 
-    verify = DecodeLoop._verify
+    advance = ExactCoverage.advance
 
-    def record(loop: Any) -> None:
-        seen.append(len(loop.active))
-        verify(loop)
+    def record(coverage: Any) -> None:
+        seen.append(len(coverage.run.slots.active))
+        advance(coverage)
 
     return record
 

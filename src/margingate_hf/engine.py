@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -16,13 +16,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from .config import MarginGateConfig
-from .decoding.loop import DecodeRequest
-from .decoding.prompts import as_prompts
+from .decoding.loop import DecodeLoop
+from .decoding.padding import as_prompts
+from .decoding.prepare import prepare
+from .decoding.request import DecodeRequest
 from .decoding.rows import Row
-from .decoding.run import loop_for
 from .errors import refuse
 from .forward.context import whole_blocks
-from .kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore, shared_blocks
+from .kv_cache.prefix_cache import PREFIX_BLOCK, PrefixCache, shared_blocks
 from .outputs import MarginGateStatistics
 from .verifier import Verifier, verifier_for
 
@@ -120,7 +121,7 @@ class MarginGateEngine:
         self.max_rows, self.kv_bytes, self.order, self.chunk = max_rows, kv_bytes, order, chunk
         if prefix_bytes is None:
             prefix_bytes = int(PREFIX_SHARE * psutil.virtual_memory().available)
-        self.prefixes = PrefixStore(prefix_bytes)
+        self.prefixes = PrefixCache(prefix_bytes)
         self.statistics = MarginGateStatistics()
         self._runs: weakref.WeakSet[EngineRun] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -159,8 +160,18 @@ class MarginGateEngine:
         Raises:
             As `generate`, before any work starts.
         """
-        prompts = as_prompts(inputs, self.model)
-        run = EngineRun(self, prompts, generation_config, progress_bar, stop, sample_numbers, kwargs)
+        if not getattr(self.model, "_margin_gate_enabled", False):
+            raise refuse(
+                "model", type(self.model).__name__, "it was disabled; call `margingate_hf.enable(model)` again"
+            )
+        prompts = as_prompts(inputs, int(self.model.get_input_embeddings().num_embeddings))
+        request = None
+        if prompts:
+            request = prepare(
+                self.model, prompts, self.gate, generation_config, sample_numbers=sample_numbers, stop=stop, **kwargs
+            ).request
+        samples = len(request.rows) // len(prompts) if request is not None else 1
+        run = EngineRun(self, request, samples, progress_bar)
         with self._lock:
             self._runs.add(run)
         return run
@@ -191,22 +202,29 @@ class MarginGateEngine:
             )
         runs[0].cancel(request_id)
 
-    def _admit_by(self, request: DecodeRequest, verifier: Verifier) -> None:
-        """Fills in the places, the chunk and the order of admission."""
-        length = max(len(row.prompt) + row.limit for row in request.rows)
-        places = self.max_rows
+    def admitted(self, request: DecodeRequest, verifier: Verifier) -> DecodeRequest:
+        """A request with this engine's slots, chunk, prefix cache and order of admission."""
+        longest = max(row.length for row in request.rows)
+        slots = self.max_rows
         if self.kv_bytes is not None:
-            needed = verifier.column_bytes * whole_blocks(length)
+            needed = verifier.column_bytes * whole_blocks(longest)
             if needed > self.kv_bytes:
-                raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {length} columns takes {needed} bytes")
-            places = min(places, self.kv_bytes // needed)
-        request.max_rows, request.chunk, request.isolate = places, self.chunk, True
-        # A column that was trusted, not verified, is no function of its tokens: nothing to share.
-        exact = self.gate.coverage == "full"
-        request.prefixes = self.prefixes if self.prefixes.budget and exact else None
-        request.shared = None if self.reuse_later else shared_blocks([row.prompt for row in request.rows])
+                raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {longest} columns takes {needed} bytes")
+            slots = min(slots, self.kv_bytes // needed)
+        rows = request.rows
         if self.order == "longest":
-            request.rows.sort(key=lambda row: (-len(row.prompt), row.index))
+            rows = tuple(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
+        # An entry that was trusted, not verified, is no function of its tokens: nothing to share.
+        exact = self.gate.coverage == "full"
+        return replace(
+            request,
+            rows=rows,
+            max_batch_size=slots,
+            chunk=self.chunk,
+            isolate=True,
+            prefixes=self.prefixes if self.prefixes.budget and exact else None,
+            shared=None if self.reuse_later else shared_blocks([row.prompt for row in request.rows]),
+        )
 
 
 class EngineRun(Iterator[MarginGateGenerationOutput]):
@@ -218,35 +236,20 @@ class EngineRun(Iterator[MarginGateGenerationOutput]):
         finished: whether every prompt has ended or the run was closed.
     """
 
-    def __init__(
-        self,
-        engine: MarginGateEngine,
-        prompts: list[list[int]],
-        generation_config: Any,
-        progress_bar: bool,
-        stop: Callable[[list[int], list[int]], bool] | None,
-        sample_numbers: Sequence[int] | None,
-        arguments: dict[str, Any],
-    ):
+    def __init__(self, engine: MarginGateEngine, request: DecodeRequest | None, samples: int, progress_bar: bool):
         self._engine = engine
-        self._rows: dict[str, Row] = {}
-        self.finished = not prompts
-        if not prompts:
-            self._outputs: Iterator[MarginGateGenerationOutput] = iter(())
-            return
-        model, gate = engine.model, engine.gate
-        if not getattr(model, "_margin_gate_enabled", False):
-            raise refuse("model", type(model).__name__, "it was disabled; call `margingate_hf.enable(model)` again")
-        request = model.prepare_batch(prompts, gate, generation_config, sample_numbers, **arguments)
-        request.stop = stop
-        samples = len(request.rows) // len(prompts)
-        self._rows = {_name(row.index, samples): row for row in request.rows}
-        self._outputs = self._decode(request, progress_bar)
+        self._names: dict[str, int] = {}
+        self._cancelled: set[int] = set()
+        self._outputs: Iterator[MarginGateGenerationOutput] = iter(())
+        self.finished = request is None
+        if request is not None:
+            self._names = {_name(row.index, samples): row.index for row in request.rows}
+            self._outputs = self._decode(replace(request, is_cancelled=self._cancelled.__contains__), progress_bar)
 
     @property
     def request_ids(self) -> list[str]:
         """Of all prompts and samples, in order."""
-        return list(self._rows)
+        return list(self._names)
 
     def __next__(self) -> MarginGateGenerationOutput:
         return next(self._outputs)
@@ -258,7 +261,7 @@ class EngineRun(Iterator[MarginGateGenerationOutput]):
         Raises:
             `KeyError`: no such prompt in this run.
         """
-        self._rows[request_id].cancelled = True
+        self._cancelled.add(self._names[request_id])
 
     def close(self) -> None:
         """Gives up what is unfinished."""
@@ -267,10 +270,9 @@ class EngineRun(Iterator[MarginGateGenerationOutput]):
 
     def _decode(self, request: DecodeRequest, progress_bar: bool) -> Iterator[MarginGateGenerationOutput]:
         engine = self._engine
-        names = {row.index: name for name, row in self._rows.items()}
+        names = {index: name for name, index in self._names.items()}
         verifier = verifier_for(engine.model, engine.gate)
-        engine._admit_by(request, verifier)
-        loop = loop_for(engine.model, verifier, request)
+        loop = DecodeLoop(engine.model, verifier, engine.admitted(request, verifier))
         bar = tqdm(total=len(request.rows), disable=not progress_bar, desc="prompts", unit="prompt")
         try:
             with logging_redirect_tqdm([logger]), bar:
@@ -284,7 +286,6 @@ class EngineRun(Iterator[MarginGateGenerationOutput]):
                         verifier.refresh()  # the caller had the model for a while; `step` looks whether it is the same
         finally:
             self.finished = True
-        request.rows.sort(key=lambda row: row.index)
         verifier.refresh()
         if verifier.store.fingerprint != loop.weights:
             engine.prefixes.clear()  # some of what was kept may be of neither
@@ -304,7 +305,7 @@ def _output(name: str, row: Row, receipt: dict[str, Any] | None) -> MarginGateGe
         error=None if row.error is None else f"{type(row.error).__name__}: {row.error}",
         status=RequestStatus.FAILED if row.error is not None else RequestStatus.FINISHED,
         margins=row.margins,
-        flips=row.flips,
-        reused_tokens=row.reused,
+        flips=row.counts.flips,
+        reused_tokens=row.counts.reused,
         receipt=receipt,
     )

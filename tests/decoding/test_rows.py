@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from margingate_hf import MarginGateConfig
-from margingate_hf.decoding.rows import Decision, compare
+from margingate_hf.decoding.accept import Decision, compare
 from margingate_hf.decoding.schedule import Pending, should_verify
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)

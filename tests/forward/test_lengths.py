@@ -13,7 +13,7 @@ from margingate_hf import MarginGateConfig, enable
 from margingate_hf.forward import registered
 from margingate_hf.forward.context import Segment
 from margingate_hf.forward.lengths import SHORT_LENGTHS, declared_window, shorten, unknown_lengths
-from margingate_hf.kv_cache.prefix_cache import PrefixStore
+from margingate_hf.kv_cache.prefix_cache import PrefixCache
 from margingate_hf.lm_eval.scoring import score_continuations
 from margingate_hf.verifier import VerifierError, reference_logits, verifier_for
 from margingate_hf.verifier.reference import eager_twin
@@ -125,6 +125,6 @@ def test_a_score_under_longrope_does_not_depend_on_the_others(rows: int) -> None
     verifier = verifier_for(model, MarginGateConfig())
     (alone,) = score_continuations(model, verifier, [(context, short)], 2, rows)
     (other,) = score_continuations(model, verifier, [(context, long)], 2, rows)
-    for store in (None, PrefixStore(1 << 24)):
+    for store in (None, PrefixCache(1 << 24)):
         found = score_continuations(model, verifier, [(context, short), (context, long)], 2, rows, store)
         assert found == [alone, other]

@@ -182,10 +182,10 @@ def test_scores_do_not_depend_on_company_order_or_reuse() -> None:
     context = torch.randint(3, 250, (80,), generator=generator).tolist()
     pairs = [(context[:70], [5]), (context[:70], [9, 10, 11]), (context, [7, 7]), ([4], [3]), (context[:70], [200] * 9)]
     alone = [score_continuations(model, verifier, [pair], 2, rows=1)[0] for pair in pairs]
-    from margingate_hf.kv_cache.prefix_cache import PrefixStore
+    from margingate_hf.kv_cache.prefix_cache import PrefixCache
 
     for rows in (1, 2, 8):
-        store = PrefixStore(1 << 26)
+        store = PrefixCache(1 << 26)
         assert score_continuations(model, verifier, pairs, 2, rows, store) == alone
         assert score_continuations(model, verifier, pairs[::-1], 2, rows, store) == alone[::-1]
         assert store.hits > 0

@@ -57,8 +57,8 @@ def test_it_imports_without_optional_packages() -> None:
     code = (
         "import sys\n"
         f"for name in {OPTIONAL!r}: sys.modules[name] = None\n"
-        "import margingate_hf, margingate_hf.cli\n"
-        "margingate_hf.cli.build_parser().parse_args(['audit', '--limit', '3'])\n"
+        "import margingate_hf, margingate_hf.cli.parser\n"
+        "margingate_hf.cli.parser.build_parser().parse_args(['audit', '--limit', '3'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

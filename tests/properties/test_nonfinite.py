@@ -10,7 +10,7 @@ import torch
 from bitwise import Run, assert_same, padded, run_batch
 from fault_injection import disturbed_drafts
 from margingate_hf import MarginGateConfig, MarginGateEngine, enable
-from margingate_hf.decoding.canonical import leading_finite
+from margingate_hf.decoding.accept import leading_finite
 from margingate_hf.forward.context import Segment
 from margingate_hf.kv_cache.formats import largest_held, round_to_planes, split_planes
 from margingate_hf.verifier import verifier_for

@@ -11,7 +11,7 @@ from bitwise import assert_same, canonical, padded, run_batch
 from fault_injection import plain_verifier
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.config import PRESETS
-from margingate_hf.decoding.rows import compare
+from margingate_hf.decoding.accept import compare
 from margingate_hf.verifier.plans import CPU_PLANS, PrepackedPlan, probe_linear
 from margingate_hf.verifier.reference import reference_logits
 from tiny import random_prompts, tiny_model

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from tqdm.auto import tqdm
 
 from ..config import MarginGateConfig
 from ..decoding.calibration_record import BatchSizeCounts, MarginGateCalibration, fingerprint
-from ..decoding.gated import GatedLoop, Step
-from ..decoding.loop import DecodeRequest
+from ..decoding.gated import GatedCoverage, Step
+from ..decoding.loop import DecodeLoop
+from ..decoding.prepare import prepare
 from ..decoding.schedule import FlipCurve
 from ..engine import MarginGateEngine
 from ..errors import refuse
@@ -132,33 +134,38 @@ def observe(
     for start in range(0, len(prompts), batch_size):
         part = list(prompts[start : start + batch_size])
         longest = max(len(text) for text in texts[start : start + batch_size])
-        request = model.prepare_batch(part, gate, max_new_tokens=longest, do_sample=False)
-        forced = {row.index: list(texts[start + row.index]) for row in request.rows}
-        for row in request.rows:
-            row.limit = len(forced[row.index])
-        loop = _ForcedLoop(model, verifier_for(model, gate), request, forced)
+        request = prepare(model, part, gate, max_new_tokens=longest, do_sample=False).request
+        forced = [list(output) for output in texts[start : start + batch_size]]
+        rows = (replace(row, limit=len(forced[row.index])) for row in request.rows)
+        forcing = _Forcing(forced)
+        verifier = verifier_for(model, gate)
+        loop = DecodeLoop(
+            model,
+            verifier,
+            replace(request, rows=tuple(rows)),
+            partial(GatedCoverage, judge=forcing),
+        )
         with torch.no_grad():
             while loop.unfinished:
                 loop.step()
         seen += [
             Observation(start + prompt, batch_size, index, margin, top, flipped)
-            for prompt, index, margin, top, flipped in loop.seen
+            for prompt, index, margin, top, flipped in forcing.seen
         ]
     return seen
 
 
-class _ForcedLoop(GatedLoop):
-    """The fast path on given texts: every step is recorded, none is verified, the text's own token is committed."""
+class _Forcing:
+    """Judges no step of the draft path: records each, and commits the given output's own token."""
 
-    def __init__(self, model: Any, verifier: Verifier, request: DecodeRequest, texts: dict[int, list[int]]):
-        super().__init__(model, verifier, request)
-        self.texts = texts
+    def __init__(self, outputs: list[list[int]]):
+        self.outputs = outputs
         self.seen: list[tuple[int, int, float, float, bool]] = []
 
-    def _judge(self, steps: list[Step]) -> None:
+    def __call__(self, steps: list[Step]) -> None:
         for step in steps:
             index = len(step.row.committed)
-            token = self.texts[step.row.index][index]
+            token = self.outputs[step.row.index][index]
             top = float(step.logits.float().max())
             self.seen.append((step.row.index, index, step.margin, top, step.token != token))
             step.token = token

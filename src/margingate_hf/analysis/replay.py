@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import MarginGateConfig
-from ..decoding.canonical import Canonical, leading_finite
+from ..decoding.accept import Canonical, leading_finite
 from ..decoding.gumbel import GumbelNoise
+from ..decoding.prepare import prepare
 from ..decoding.receipts import DECISIVE, Receipt, describe_processor, hash_tokens, versions
 from ..decoding.rows import Row
 from ..errors import refuse
@@ -168,14 +169,13 @@ class _Stored:
             arguments["max_new_tokens"] = self.receipt.limit
         else:
             arguments.setdefault("max_new_tokens", len(stored.output))
-        request = model.prepare_batch([stored.prompt], self.gate, **arguments)
-        self.request = request
-        self.eos = request.eos
-        self.row: Row = request.rows[0]
+        self.request = prepare(model, [stored.prompt], self.gate, **arguments).request
+        self.eos = self.request.eos
+        row = self.request.rows[0]
         if self.receipt is not None:
-            self.row.adapter = self.receipt.adapter
-            if self.row.noise is not None:
-                self.row.noise = GumbelNoise(self.row.noise.seed, self.receipt.sample or 0)
+            noise = None if row.noise is None else GumbelNoise(row.noise.seed, self.receipt.sample or 0)
+            row = replace(row, adapter=self.receipt.adapter, noise=noise)
+        self.row = Row(row)
 
     def _settings(self, margin_gate: Any) -> MarginGateConfig:
         gate = MarginGateConfig.coerce(margin_gate)
@@ -191,8 +191,8 @@ class _Stored:
         if receipt is None:
             return []
         values = self.gate.to_dict()
-        processors = [describe_processor(processor) for processor in self.row.processors or ()]
-        noise, rules = self.row.noise, self.request.rules
+        processors = [describe_processor(processor) for processor in self.row.request.processors or ()]
+        noise, rules = self.row.request.noise, self.request.rules
         pairs = {
             "receipt": (receipt.seal, receipt.sealed()),
             "prompt": (receipt.prompt, hash_tokens(self.row.prompt)),
@@ -256,8 +256,8 @@ def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
     verifier = verifier_for(model, gate)
     cache = verifier.new_cache(len(part), gate.kv_planes)
     for slot, one in enumerate(part):
-        cache.long_rows[slot] = verifier.architecture.needs_long_table(len(one.row.prompt) + one.row.limit)
-        cache.adapters[slot] = one.row.adapter
+        cache.long_rows[slot] = verifier.architecture.needs_long_table(one.row.request.length)
+        cache.adapters[slot] = one.row.request.adapter
     segments = [Segment(slot, 0, [*one.row.prompt, *one.output[:-1]]) for slot, one in enumerate(part)]
     counts = [len(one.output) for one in part]
     with torch.no_grad():
@@ -282,7 +282,7 @@ def _first_difference(one: _Stored, logits: torch.Tensor, backend: Backend) -> R
         expected = canonical(index)
         ended = index > 0 and (one.output[index - 1] in one.eos or one.stopped(index))
         if found != expected or ended:
-            values = row.perturb(canonical.scores(index), len(row.prompt) + index)
+            values = row.request.perturb(canonical.scores(index), len(row.prompt) + index)
             behind = float(values[expected] - values[found])
             return Replay(False, [], index, found, None if ended else expected, canonical.margins[index], behind)
         row.committed.append(found)

@@ -43,7 +43,7 @@ class Block:
         return sum(column.numel() * column.element_size() for column in self.columns)
 
 
-class PrefixStore:
+class PrefixCache:
     """
     Blocks of verified columns. May be used by several threads at once.
 
@@ -122,7 +122,7 @@ class PrefixStore:
             self.hits += stop - held
         return stop - held
 
-    def keep(self, cache: MarginGateCache, slot: int, wanted: frozenset[int] | None = None) -> None:
+    def insert(self, cache: MarginGateCache, slot: int, wanted: frozenset[int] | None = None) -> None:
         """
         Takes up the full blocks of a row's verified columns that are not held yet.
 

@@ -92,7 +92,7 @@ class ColumnStore(ABC):
         self.draft[context.slots, :, context.positions] = states.to(self.draft.dtype).nan_to_num()
         return self.drafted(context)
 
-    def trust(self, slot: int, columns: torch.Tensor) -> None:
+    def write_trusted(self, slot: int, columns: torch.Tensor) -> None:
         """
         Writes a row's first columns as another cache of the model's own forward holds them, `[heads, count, dim]`, in
         the model's dtype. For gated runs, whose stores keep one plane: what the fast path wrote is what the verifier

@@ -12,7 +12,7 @@ import torch
 from ..forward.context import Segment
 from ..forward.fixed_plan import fixed_plan
 from ..kv_cache.cache import MarginGateCache
-from ..kv_cache.prefix_cache import PREFIX_BLOCK, PrefixStore
+from ..kv_cache.prefix_cache import PREFIX_BLOCK, PrefixCache
 from ..verifier import Verifier
 
 
@@ -34,7 +34,7 @@ def score_continuations(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     kv_planes: int,
     rows: int = 8,
-    prefixes: PrefixStore | None = None,
+    prefixes: PrefixCache | None = None,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
     """
@@ -48,7 +48,7 @@ def score_continuations(
         pairs: token ids, both parts non-empty.
         kv_planes (`int`): format of the columns, see [`MarginGateConfig`].
         rows (`int`, *optional*, defaults to 8): continuations of one pass.
-        prefixes ([`PrefixStore`], *optional*): columns to start from and to add to.
+        prefixes ([`PrefixCache`], *optional*): columns to start from and to add to.
         tick (`Callable`, *optional*): told how many pairs have been scored.
 
     Returns:
@@ -87,7 +87,7 @@ def _score_group(
     context: list[int],
     ends: list[list[int]],
     long: bool,
-    prefixes: PrefixStore | None,
+    prefixes: PrefixCache | None,
 ) -> list[Score]:
     for slot in range(len(ends)):
         cache.clear(slot)
@@ -114,7 +114,7 @@ def _score_group(
     return scores
 
 
-def _read(verifier: Verifier, cache: MarginGateCache, tokens: list[int], prefixes: PrefixStore | None) -> None:
+def _read(verifier: Verifier, cache: MarginGateCache, tokens: list[int], prefixes: PrefixCache | None) -> None:
     """Makes row 0 hold `tokens`, from the prefix store as far as it reaches."""
     held = 0
     if prefixes is not None:
@@ -124,4 +124,4 @@ def _read(verifier: Verifier, cache: MarginGateCache, tokens: list[int], prefixe
     if held < len(tokens):
         verifier.run(cache, [Segment(0, held, tokens[held:])], keep=[0])
         if prefixes is not None and len(tokens) - held >= PREFIX_BLOCK:
-            prefixes.keep(cache, 0)
+            prefixes.insert(cache, 0)
