@@ -83,7 +83,7 @@ NEW_TOKENS = 6
 
 @dataclass(frozen=True)
 class Verdict:
-    """One class: `certified`, `refused` or `not built`, and why."""
+    """One class: `exact`, `refused` or `not built`, and why."""
 
     name: str
     outcome: str
@@ -143,7 +143,7 @@ def _bits(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        margin_gate=MarginGateConfig(window=4),
+        margin_gate=MarginGateConfig(num_draft_tokens=3),
         return_dict_in_generate=True,
         output_logits=True,
     )
@@ -171,7 +171,7 @@ def judge(config_class: type) -> Verdict:
     except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
         return Verdict(name, "refused", _first_line(error))
     if all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)):
-        return Verdict(name, "certified")
+        return Verdict(name, "exact")
     return Verdict(name, "BROKEN", "passed the self-test, but a batch differs from its rows alone")
 
 
@@ -188,7 +188,7 @@ def _alarm(*_: Any) -> None:
 
 def as_markdown(verdicts: list[Verdict]) -> str:
     """The table, certified first."""
-    order = {"BROKEN": 0, "certified": 1, "refused": 2, "not built": 3}
+    order = {"BROKEN": 0, "exact": 1, "refused": 2, "not built": 3}
     counts = Counter(verdict.outcome for verdict in verdicts)
     lines = [
         "# Every causal language model class of transformers",

@@ -37,14 +37,14 @@ GATE = MarginGateConfig()
 JOBS = ("mixed", "gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 # Slow, and about memory: only where they are asked for. One plane is another canonical text.
-NO_COPY = "certified, engine, no FP32 copy"
-LEAST = "certified, engine, no FP32 copy, one plane"
+NO_COPY = "exact, engine, no FP32 copy"
+LEAST = "exact, engine, no FP32 copy, one plane"
 WITHOUT_COPY = (NO_COPY, LEAST)
 MEASURED_MEMORY = (
     "stock, static, sorted",
-    "certified, static, sorted",
-    "certified, engine, no reuse",
-    "certified, engine",
+    "exact, static, sorted",
+    "exact, engine, no reuse",
+    "exact, engine",
     *WITHOUT_COPY,
 )
 STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
@@ -102,12 +102,14 @@ class Job:
         return sorted(range(len(self.prompts)), key=lambda i: -len(self.prompts[i]))
 
     def engine(self, prefix_bytes: int | None, gate: MarginGateConfig = GATE) -> tuple[Tokens, dict[str, Any]]:
-        """Certified continuous batching, an engine as `generate_batch` makes one: nothing from or for another call."""
-        engine = MarginGateEngine(self.model, gate, max_rows=self.rows, prefix_bytes=prefix_bytes, reuse_later=False)
+        """Exact continuous batching, an engine as `generate_batch` makes one: nothing from or for another call."""
+        engine = MarginGateEngine(
+            self.model, gate, max_batch_size=self.rows, prefix_bytes=prefix_bytes, reuse_later=False
+        )
         out = engine.generate(self.prompts, **self.call)
         kept = engine.statistics
         counts = {"reused_tokens": kept.reused_tokens, "prefill_tokens": kept.prefill_tokens}
-        counts |= {"passes": kept.passes, "fast_steps": kept.fast_steps, "flips": kept.flips}
+        counts |= {"verify_forwards": kept.verify_forwards, "draft_steps": kept.draft_steps, "flips": kept.flips}
         counts |= {name: round(getattr(kept, name), 2) for name in PARTS}
         return [out[f"req_{i}"].generated_tokens for i in range(len(self.prompts))], counts
 
@@ -120,11 +122,11 @@ def systems(job: Job, fp32: Any, names: list[str]) -> dict[str, Callable[[], tup
         "stock, static, sorted": lambda: (job.static(job.model, job.by_length()), {}),
         "stock FP32, static, sorted": lambda: (job.static(fp32, job.by_length()), {}),
         "stock generate_batch": lambda: (_stock_batch(job), {}),
-        "certified, static, sorted": lambda: (job.static(job.model, job.by_length(), GATE), {}),
-        "certified, engine, no reuse": lambda: job.engine(0),
-        "certified, engine": lambda: job.engine(None),
+        "exact, static, sorted": lambda: (job.static(job.model, job.by_length(), GATE), {}),
+        "exact, engine, no reuse": lambda: job.engine(0),
+        "exact, engine": lambda: job.engine(None),
         NO_COPY: lambda: job.engine(None, GATE.update(resident_weights=False)),
-        LEAST: lambda: job.engine(None, GATE.update(resident_weights=False, kv_planes=1)),
+        LEAST: lambda: job.engine(None, GATE.update(resident_weights=False, kv_dtype="auto")),
     }
     if "stop_strings" in job.call:  # its rows cannot stop at a string: other work
         del everything["stock generate_batch"]
@@ -191,7 +193,7 @@ def run_once(name: str, job: Job, work: Callable[[], tuple[Tokens, dict[str, Any
     else:
         pairs = list(zip(kept.alone, tokens, strict=True))
     differ = sum(first_difference(a, b) is not None for a, b in pairs)
-    if name.startswith("certified") and differ:
+    if name.startswith("exact") and differ:
         raise SystemExit(f"{job.name}, {name}: {differ} prompts differ from themselves alone; times mean nothing")
     kept.seconds.setdefault(name, []).append(seconds)
     kept.notes[name] = {"new_tokens": sum(map(len, tokens)), "differ_from_canonical": differ, **counts}
@@ -258,10 +260,10 @@ def _times(job: dict[str, Any]) -> list[str]:
 
 def _parts(job: dict[str, Any]) -> list[str]:
     """Of the engine's last run. Static against no reuse is what admission and retirement give; the rest is reuse."""
-    notes = {system: note for system, note in job["notes"].items() if "passes" in note}
+    notes = {system: note for system, note in job["notes"].items() if "verify_forwards" in note}
     if not notes:
         return []
-    names = ("prefill_tokens", "reused_tokens", "passes", "fast_steps", "flips", *PARTS)
+    names = ("prefill_tokens", "reused_tokens", "verify_forwards", "draft_steps", "flips", *PARTS)
     lines = ["", "| engine | " + " | ".join(name.replace("_", " ") for name in names) + " |"]
     lines.append("|---" * (1 + len(names)) + "|")
     lines += [f"| {system} | " + " | ".join(str(note[name]) for name in names) + " |" for system, note in notes.items()]
@@ -281,7 +283,7 @@ def _memory(memory: dict[str, list[float]], weights: float, packed: float = 0.0)
     ]
     for system, all_used in memory.items():
         used, copied = statistics.median(all_used), 0.0
-        if system.startswith("certified") and system not in WITHOUT_COPY:
+        if system.startswith("exact") and system not in WITHOUT_COPY:
             copied = weights
         lines.append(
             f"| {system} | {used:.0f} | {min(all_used):.0f} to {max(all_used):.0f} | {used / stock:.2f}x | "

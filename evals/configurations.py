@@ -31,7 +31,7 @@ from .prompts import DATASETS, load_prompts
 from .reports import keep, slug, write
 from .systems import SYSTEMS
 
-DEFAULT = ("off", "fp32", "certified-1-plane", "certified", "certified-3-planes")
+DEFAULT = ("off", "fp32", "exact-1-plane", "exact", "exact-3-planes")
 # What torch and oneDNN call an instruction set.
 INSTRUCTIONS = {"sse": ("default", "SSE41"), "avx2": ("avx2", "AVX2"), "avx512": ("avx512", "DEFAULT")}
 

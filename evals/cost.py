@@ -31,8 +31,8 @@ DEFAULT = (
     "grouped",
     "layercast",
     "invariant",
-    "certified",
-    "certified-bf16",
+    "exact",
+    "exact-bf16",
 )
 
 

@@ -15,9 +15,9 @@ from margingate_hf.verifier.top2 import top2_margin
 from .machine import peak_bytes
 
 COUNTS = (
-    "fast_steps",
-    "row_steps",
-    "passes",
+    "draft_steps",
+    "drafted_tokens",
+    "verify_forwards",
     "verified_tokens",
     "low_margin_steps",
     "flips",

@@ -72,7 +72,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[dict[str, 
         "other kernels' bits": lambda: kernels.other_bits(shapes, device),
         "linear errors": lambda: kernels.linear_errors(shapes, device),
         "ceilings": lambda: kernels.ceilings(shapes, device),
-        f"certified, {small}": lambda: decode.on_random(small, device, systems),
+        f"exact, {small}": lambda: decode.on_random(small, device, systems),
         "linear times": lambda: kernels.linear_times(shapes, device),
         "other kernels' times": lambda: kernels.other_times(shapes, device),
         f"pass and step, {small}": lambda: decode.on_random(small, device, steps),
@@ -81,7 +81,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[dict[str, 
         found["SmolLM2"] = lambda: decode.real_checkpoint(options.checkpoint, device, 96)
     if large:
         found[f"pass and step, {large}"] = lambda: decode.on_random(large, device, steps)
-        found[f"certified, {large}"] = lambda: decode.on_random(large, device, systems)
+        found[f"exact, {large}"] = lambda: decode.on_random(large, device, systems)
     return found
 
 

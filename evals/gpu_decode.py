@@ -98,7 +98,7 @@ def _stock_step(model: Any, device: torch.device, rows: int, context: int) -> Ca
 
 
 def _verifier_pass(verifier: Verifier, rows: int, tokens: int, context: int) -> Callable[[], object]:
-    cache = verifier.new_cache(rows, 2)
+    cache = verifier.new_cache(rows, "split")
     for slot in range(rows):
         verifier.run(cache, [Segment(slot, 0, [7] * context)], keep="last")
     cache.reserve(context + tokens)
@@ -120,8 +120,8 @@ def certified_against_stock(model: Any, device: torch.device, prompt: int, new_t
     found = []
     systems = {
         "stock": None,
-        "certified": MarginGateConfig(),
-        "window 1": MarginGateConfig(window=1, schedule="window"),
+        "exact": MarginGateConfig(),
+        "verifier alone": MarginGateConfig(num_draft_tokens=0, schedule="fixed"),
     }
     seconds: dict[str, float] = {}
     for name, gate in systems.items():
@@ -134,19 +134,26 @@ def certified_against_stock(model: Any, device: torch.device, prompt: int, new_t
         seconds[name] = time.perf_counter() - started
         row: Row = {"system": name, "rows": rows, "new tokens": new_tokens, "seconds": seconds[name]}
         row["over stock"] = seconds[name] / seconds["stock"]
-        if name != "window 1":
+        if name != "verifier alone":
             alone = [model.generate(ids[i : i + 1], **call).sequences[0] for i in range(rows)]
             row["differ from alone"] = sum(
                 not torch.equal(a, together.sequences[i][: len(a)]) for i, a in enumerate(alone)
             )
         if gate is not None:
             statistics = together.margin_gate
-            row |= {"flips": statistics.flips, "passes": statistics.passes, "notes": "; ".join(statistics.notes)}
+            row |= {
+                "flips": statistics.flips,
+                "verify_forwards": statistics.verify_forwards,
+                "notes": "; ".join(statistics.notes),
+            }
             row |= {"plan": statistics.plan}
         found.append(row)
-    extra = {name: max(seconds[name] - seconds["stock"], 1e-9) for name in ("certified", "window 1")}
+    extra = {name: max(seconds[name] - seconds["stock"], 1e-9) for name in ("exact", "verifier alone")}
     found.append(
-        {"system": "latency increment, window 1 over certified", "over stock": extra["window 1"] / extra["certified"]}
+        {
+            "system": "latency increment, verifier alone over exact",
+            "over stock": extra["verifier alone"] / extra["exact"],
+        }
     )
     return found
 
@@ -157,7 +164,7 @@ def real_checkpoint(path: str, device: torch.device, new_tokens: int) -> list[Ro
     model.to(device)
     texts = as_prompts(tokenizer, PROMPTS)
     found = []
-    for name, gate in (("stock", None), ("certified", MarginGateConfig())):
+    for name, gate in (("stock", None), ("exact", MarginGateConfig())):
         alone = decode_all(model, tokenizer, texts, 1, new_tokens, gate)
         for batch in (1, 2, 4, 8, 16):
             run = decode_all(model, tokenizer, texts, batch, new_tokens, gate)

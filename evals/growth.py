@@ -33,12 +33,12 @@ WINDOW = 8
 
 def filled(verifier: Verifier, rows: int, length: int) -> MarginGateCache:
     """A cache that holds `length` columns a row, noise: memory that was never written would be read from one page."""
-    cache = verifier.new_cache(rows, MarginGateConfig.kv_planes)
+    cache = verifier.new_cache(rows, MarginGateConfig.kv_dtype)
     verifier.run(cache, [Segment(slot, 0, [1]) for slot in range(rows)])
     cache.reserve(length + WINDOW)
     for slot in range(rows):
-        columns = cache.export_columns(slot, 0, 1)
-        cache.load_columns(slot, 1, [torch.randn(*c.shape[:-2], length - 1, c.shape[-1]) for c in columns])
+        columns = cache.export_entries(slot, 0, 1)
+        cache.load_entries(slot, 1, [torch.randn(*c.shape[:-2], length - 1, c.shape[-1]) for c in columns])
         cache.extend(slot, 1, [1] * (length - 1), verified=True)
     return cache
 
@@ -78,7 +78,7 @@ def measure(verifier: Verifier, rows: int, length: int, repeats: int) -> dict[st
         "step": median(lambda: step(verifier, cache, length), repeats),
         "pass_1": median(lambda: one_pass(verifier, cache, length, 1), repeats),
         "pass_window": median(lambda: one_pass(verifier, cache, length, WINDOW), repeats),
-        "column_bytes": cache.column_bytes,
+        "entry_bytes": cache.entry_bytes,
     }
 
 
@@ -104,7 +104,7 @@ def as_markdown(record: dict[str, Any]) -> str:
             each, every = step_ / entry["rows"], window / (entry["rows"] * WINDOW)
             lines.append(f"| {entry[name]} | {step_:.0f} | {one:.0f} | {window:.0f} | {each:.1f} | {every:.1f} |")
         lines.append("")
-    lines += [f"A column takes {record['rows'][0]['column_bytes']} bytes.", "", "![growth](growth.png)", ""]
+    lines += [f"A column takes {record['rows'][0]['entry_bytes']} bytes.", "", "![growth](growth.png)", ""]
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ from .machine import as_text, describe
 from .reports import keep, slug, write
 
 MODELS = ("hf", "margingate-hf")
-PARTS = ("prefill_tokens", "reused_tokens", "new_tokens", "fast_steps", "passes", "flips")
+PARTS = ("prefill_tokens", "reused_tokens", "new_tokens", "draft_steps", "verify_forwards", "flips")
 SECONDS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 TASKS = ("gsm8k_local", "math500_local", "humaneval_local", "gsm8k_choice")
 HERE = Path(__file__).parent

@@ -25,9 +25,14 @@ from .reports import write
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds", "setup_seconds", "wasted_seconds")
 
 
+COUNTS = ("draft_steps", "drafted_tokens", "verify_forwards", "verified_tokens", "flips", "wasted_tokens")
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the pairs and returns the record that is written to disk."""
-    gate = MarginGateConfig(window=options.window, threshold=options.threshold, schedule=options.schedule)
+    gate = MarginGateConfig(
+        num_draft_tokens=options.num_draft_tokens, threshold=options.threshold, schedule=options.schedule
+    )
     model, tokenizer = load(options.model, progress=True)
     texts = as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
     verifier = verifier_for(model, gate)
@@ -44,8 +49,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("a gated text differs from the same prompt alone: the times below would mean nothing")
     return {
         "command": f"python -m evals.overhead --dataset {options.dataset} --limit {options.limit} "
-        f"--batch-size {options.batch_size} --new-tokens {options.new_tokens} --window {options.window} "
-        f"--schedule {options.schedule}",
+        f"--batch-size {options.batch_size} --new-tokens {options.new_tokens} "
+        f"--num-draft-tokens {options.num_draft_tokens} --schedule {options.schedule}",
         "machine": describe(),
         "model": options.model or "SmolLM2-135M-Instruct, BF16",
         "verifier": verifier.name,
@@ -57,9 +62,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "gated_tokens": gated.new_tokens,
         "counts": {
             name: sum(getattr(record, name) for record in gated.statistics)
-            for name in ("fast_steps", "row_steps", "passes", "verified_tokens", "flips", "wasted_tokens")
+            for name in (
+                "draft_steps",
+                "drafted_tokens",
+                "verify_forwards",
+                "verified_tokens",
+                "flips",
+                "wasted_tokens",
+            )
         },
-        "trigger_rate": _total(gated, "low_margin_steps") / max(1, _total(gated, "row_steps")),
+        "trigger_rate": _total(gated, "low_margin_steps") / max(1, _total(gated, "drafted_tokens")),
     }
 
 
@@ -94,8 +106,8 @@ def as_markdown(record: dict[str, Any]) -> str:
             "| part of the certified run | seconds | |",
             "|---|---|---|",
             f"| prefill by the verifier | {parts['prefill_seconds']:.1f} | |",
-            f"| fast steps | {parts['decode_seconds']:.1f} | {counts['fast_steps']} steps, "
-            f"{counts['row_steps']} drafts |",
+            f"| fast steps | {parts['decode_seconds']:.1f} | {counts['draft_steps']} steps, "
+            f"{counts['drafted_tokens']} drafts |",
             f"| of it, drafts that were dropped | {parts['wasted_seconds']:.1f} | {counts['wasted_tokens']} drafts |",
             f"| verifier passes | {parts['verify_seconds']:.1f} | {counts['passes']} passes, "
             f"{counts['verified_tokens']} tokens, {counts['flips']} flips |",
@@ -116,7 +128,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--window", type=int, default=MarginGateConfig.window)
+    parser.add_argument("--num-draft-tokens", type=int, default=MarginGateConfig.num_draft_tokens)
     parser.add_argument("--threshold", type=float, default=MarginGateConfig.threshold)
     parser.add_argument("--schedule", choices=SCHEDULES, default=MarginGateConfig.schedule)
     parser.add_argument("--repeats", type=int, default=3)

@@ -40,7 +40,7 @@ def main() -> None:
                 max_new_tokens=options.new_tokens,
                 do_sample=False,
                 margin_gate=MarginGateConfig(receipt=True),
-                max_rows=rows,
+                max_batch_size=rows,
             )
             seconds[name].append(time.perf_counter() - began)
             stored = [Transcript(o.prompt_ids, o.generated_tokens, o.receipt) for o in outputs.values()]

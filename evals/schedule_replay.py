@@ -29,11 +29,11 @@ from .reports import write
 Trace = Sequence[tuple[float, bool]]  # a text: (margin, flipped) of each step behind its first token
 
 FIXED: dict[str, MarginGateConfig] = {
-    "window 4": MarginGateConfig(schedule="window", window=4),
-    "window 8": MarginGateConfig(schedule="window", window=8),
-    "window 16": MarginGateConfig(schedule="window", window=16),
-    "window 32": MarginGateConfig(schedule="window", window=32),
-    "at once on a low margin": MarginGateConfig(schedule="margin", low_margin_limit=1, window=64),
+    "window 4": MarginGateConfig(schedule="fixed", num_draft_tokens=3),
+    "window 8": MarginGateConfig(schedule="fixed", num_draft_tokens=7),
+    "window 16": MarginGateConfig(schedule="fixed", num_draft_tokens=15),
+    "window 32": MarginGateConfig(schedule="fixed", num_draft_tokens=31),
+    "at once on a low margin": MarginGateConfig(schedule="margin", low_margin_limit=1, num_draft_tokens=63),
 }
 COST = MarginGateConfig()
 
@@ -76,9 +76,9 @@ def play(traces: Sequence[Trace], config: MarginGateConfig, costs: Costs, flips:
             for row in active:
                 margin, _ = traces[row.index][len(row.committed) - 1 + len(row.drafts)]
                 row.add_draft(0, margin, config.threshold, flips or flip_probability)
-            done.seconds += costs.step_fixed + costs.step_row * len(active)
+            done.seconds += costs.draft_fixed + costs.draft_row * len(active)
             done.steps += 1
-        done.seconds += costs.pass_fixed + costs.pass_token * sum(len(row.drafts) + 1 for row in active)
+        done.seconds += costs.verify_fixed + costs.verify_token * sum(len(row.drafts) + 1 for row in active)
         done.passes += 1
         for row in active:
             done.wasted += _commit(row, traces[row.index])
@@ -115,7 +115,9 @@ def record_traces(options: argparse.Namespace) -> tuple[list[Trace], FlipCurve, 
     model, tokenizer = load(options.model, progress=True)
     prompts = as_ids(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
     # Both halves of the drafts of a window: costs need steps and passes of several sizes.
-    engine = MarginGateEngine(model, MarginGateConfig(schedule="window", window=4), max_rows=options.batch_sizes[-1])
+    engine = MarginGateEngine(
+        model, MarginGateConfig(schedule="fixed", num_draft_tokens=3), max_batch_size=options.batch_sizes[-1]
+    )
     outputs = engine.generate(prompts, max_new_tokens=options.new_tokens, do_sample=False)
     found = [output.generated_tokens for output in outputs.values()]
     steps = observe(model, prompts, found, options.batch_sizes[-1], "float32")

@@ -25,11 +25,11 @@ from .reports import write
 SCHEDULES: dict[str, MarginGateConfig] = {
     "cost (default)": MarginGateConfig(),
     "margin, window 8": MarginGateConfig(schedule="margin"),
-    "window 4": MarginGateConfig(schedule="window", window=4),
-    "window 8": MarginGateConfig(schedule="window", window=8),
-    "window 16": MarginGateConfig(schedule="window", window=16),
-    "verifier alone": MarginGateConfig(window=1),
-    "at once on a low margin": MarginGateConfig(schedule="margin", low_margin_limit=1, window=64),
+    "window 4": MarginGateConfig(schedule="fixed", num_draft_tokens=3),
+    "window 8": MarginGateConfig(schedule="fixed", num_draft_tokens=7),
+    "window 16": MarginGateConfig(schedule="fixed", num_draft_tokens=15),
+    "verifier alone": MarginGateConfig(num_draft_tokens=0),
+    "at once on a low margin": MarginGateConfig(schedule="margin", low_margin_limit=1, num_draft_tokens=63),
 }
 
 

@@ -42,16 +42,14 @@ SYSTEMS: dict[str, System] = {
     ),
     "always": System(torch.bfloat16, _preset("always"), "every step of every row verified alone"),
     "always-together": System(
-        torch.bfloat16, _preset("always", rows_per_pass=None), "every step verified, all rows in one pass"
+        torch.bfloat16, _preset("always", verify_batch_size=None), "every step verified, all rows in one pass"
     ),
     "grouped": System(torch.bfloat16, _preset("grouped"), "verified every 16 tokens"),
     "layercast": System(torch.bfloat16, _preset("layercast"), "the verifier decodes alone, FP32"),
     "invariant": System(torch.bfloat16, _preset("invariant"), "the verifier decodes alone, BF16 operands"),
-    "certified": System(torch.bfloat16, _preset("certified"), "this project's default"),
-    "certified-bf16": System(
-        torch.bfloat16, _preset("certified", precision="bfloat16"), "the default with BF16 operands"
-    ),
-    "certified-1-plane": System(torch.bfloat16, _preset("certified", kv_planes=1), "the default, one K/V plane"),
-    "certified-3-planes": System(torch.bfloat16, _preset("certified", kv_planes=3), "the default, three K/V planes"),
+    "exact": System(torch.bfloat16, _preset("exact"), "this project's default"),
+    "exact-bf16": System(torch.bfloat16, _preset("exact", precision="bfloat16"), "the default with BF16 operands"),
+    "exact-1-plane": System(torch.bfloat16, _preset("exact", kv_dtype="auto"), "the default, one K/V plane"),
+    "exact-3-planes": System(torch.bfloat16, _preset("exact", kv_dtype="float32"), "the default, three K/V planes"),
 }
-DEFAULT = ("off", "fp16", "fp32", "paper", "always", "grouped", "layercast", "invariant", "certified")
+DEFAULT = ("off", "fp16", "fp32", "paper", "always", "grouped", "layercast", "invariant", "exact")

@@ -70,7 +70,7 @@ def _one(run: Run, alone: Run, runs: dict[str, list[Run]]) -> dict[str, Any]:
     off = next((other for other in runs.get("off", []) if other.batch_size == run.batch_size), None)
     parted = metrics.partings(alone, run)
     counts = run.counts
-    drafts = counts.get("row_steps", 0)
+    drafts = counts.get("drafted_tokens", 0)
     trigger = counts["low_margin_steps"] / drafts if drafts else None
     row: dict[str, Any] = {
         "system": run.system,

@@ -13,7 +13,7 @@ from margingate_hf.forward.context import Segment
 from margingate_hf.verifier import verifier_for
 
 # The default schedule may find that drafts do not pay on a machine, and then nothing is drafted that could go wrong.
-DRAFTING = MarginGateConfig(schedule="window", window=8)
+DRAFTING = MarginGateConfig(schedule="fixed", num_draft_tokens=7)
 
 
 @dataclass
@@ -82,7 +82,7 @@ def canonical(
     """The definition: verifier-only decoding of one prompt, one token at a time, the prompt's tokens too."""
     config = config or MarginGateConfig()
     verifier = verifier_for(model, config)
-    cache = verifier.new_cache(1, config.kv_planes)
+    cache = verifier.new_cache(1, config.kv_dtype)
     cache.long_rows = [architecture_of(model).needs_long_table(len(prompt) + new_tokens)]
     text, logits = list(prompt), []
     position = 0

@@ -21,7 +21,7 @@ class PlainPlan:
 
     name = "plain"
     copies_weights = True
-    sums_columns = False
+    sums_planes = False
     sizes = (1,)
 
     def available(self) -> bool:

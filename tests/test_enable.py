@@ -148,8 +148,8 @@ def test_threads_do_not_see_each_other() -> None:
     """Two gated calls with different settings and a stock call, at once, on one model."""
     model = enable(tiny_model("mistral"))
     calls = [
-        {"margin_gate": MarginGateConfig(window=2)},
-        {"margin_gate": MarginGateConfig(window=9, kv_planes=1)},
+        {"margin_gate": MarginGateConfig(num_draft_tokens=1)},
+        {"margin_gate": MarginGateConfig(num_draft_tokens=8, kv_dtype="auto")},
         {"margin_gate": None},
     ]
     expected = [tokens(model, **call) for call in calls]
@@ -187,9 +187,9 @@ def test_a_class_that_derives_from_the_mixin() -> None:
 
     torch.manual_seed(0)
     model = Own(tiny_config("llama")).bfloat16().eval()
-    model.generation_config.margin_gate = {"window": 3}
+    model.generation_config.margin_gate = {"num_draft_tokens": 2}
     out = model.generate(**padded(PROMPTS), max_new_tokens=3, return_dict_in_generate=True)
-    assert out.margin_gate.config["window"] == 3
+    assert out.margin_gate.config["num_draft_tokens"] == 2
 
 
 def test_auto_classes_are_untouched() -> None:
@@ -205,7 +205,9 @@ def test_pipeline(smollm2: tuple[Any, Any]) -> None:
     alone = [pipe(text, **arguments)[0]["generated_text"] for text in texts]
     together = [out[0]["generated_text"] for out in pipe(texts, batch_size=2, **arguments)]
     assert alone == together
-    built = pipeline("text-generation", model=model, tokenizer=tokenizer, margin_gate=MarginGateConfig(window=4))
+    built = pipeline(
+        "text-generation", model=model, tokenizer=tokenizer, margin_gate=MarginGateConfig(num_draft_tokens=3)
+    )
     del arguments["margin_gate"]
     with mock.patch.object(generation, "decode", wraps=generation.decode) as gated:
         assert [built(text, **arguments)[0]["generated_text"] for text in texts] == alone

@@ -20,7 +20,7 @@ from margingate_hf.kv_cache.prefix_cache import PREFIX_BLOCK, PrefixCache, share
 from margingate_hf.verifier import verifier_for
 from tiny import random_prompts, tiny_model
 
-GATE = MarginGateConfig(schedule="window", window=4)
+GATE = MarginGateConfig(schedule="fixed", num_draft_tokens=3)
 NEW_TOKENS = 10
 SHARED = random_prompts([70], seed=9)[0]
 PROMPTS = [
@@ -71,15 +71,15 @@ def one(
 
 
 @pytest.mark.parametrize("order", ["longest", "arrival"])
-@pytest.mark.parametrize(("max_rows", "chunk"), [(1, 32), (3, 32), (4, 100), (64, 256)])
-def test_each_prompt_is_decoded_as_alone(model: Any, alone: list, order: str, max_rows: int, chunk: int) -> None:
+@pytest.mark.parametrize(("max_batch_size", "chunk"), [(1, 32), (3, 32), (4, 100), (64, 256)])
+def test_each_prompt_is_decoded_as_alone(model: Any, alone: list, order: str, max_batch_size: int, chunk: int) -> None:
     out = model.generate_batch(
         PROMPTS,
         margin_gate=GATE,
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         order=order,
-        max_rows=max_rows,
+        max_batch_size=max_batch_size,
         chunk=chunk,
     )
     assert list(out) == [f"req_{index}" for index in range(len(PROMPTS))]
@@ -95,14 +95,16 @@ def test_a_verifier_that_is_not_invariant_is_caught(model: Any) -> None:
     big = enable(tiny_model("llama", hidden_size=128, intermediate_size=512))
     with plain_verifier(big):
         expected = [one(big, prompt) for prompt in PROMPTS]
-        out = big.generate_batch(PROMPTS, margin_gate=GATE, max_new_tokens=NEW_TOKENS, do_sample=False, max_rows=4)
+        out = big.generate_batch(
+            PROMPTS, margin_gate=GATE, max_new_tokens=NEW_TOKENS, do_sample=False, max_batch_size=4
+        )
     assert [out[f"req_{i}"].margins for i in range(len(PROMPTS))] != [margins for _, margins in expected]
 
 
 @settings(max_examples=12, deadline=None)
 @given(
     order=st.permutations(range(len(PROMPTS) + 1)),
-    max_rows=st.integers(1, 6),
+    max_batch_size=st.integers(1, 6),
     chunk=st.integers(32, 90),
     cancelled=st.sets(st.integers(0, len(PROMPTS)), max_size=3),
     after=st.integers(0, 30),
@@ -110,13 +112,13 @@ def test_a_verifier_that_is_not_invariant_is_caught(model: Any) -> None:
     later=st.booleans(),
 )
 def test_arrivals_cancellations_and_errors_touch_no_other_prompt(
-    order: list[int], max_rows: int, chunk: int, cancelled: set[int], after: int, keeps: bool, later: bool
+    order: list[int], max_batch_size: int, chunk: int, cancelled: set[int], after: int, keeps: bool, later: bool
 ) -> None:
     model, expected = _with_processor()
     prompts = [*PROMPTS, [POISON, 5, 6]]
     budget = 1 << 28 if keeps else 0
     engine = MarginGateEngine(
-        model, GATE, max_rows=max_rows, chunk=chunk, order="arrival", prefix_bytes=budget, reuse_later=later
+        model, GATE, max_batch_size=max_batch_size, chunk=chunk, order="arrival", prefix_bytes=budget, reuse_later=later
     )
     running = engine.iterate(
         [prompts[index] for index in order],
@@ -155,7 +157,7 @@ def _with_processor() -> tuple[Any, list]:
 @pytest.mark.parametrize("name", ["gemma3-text", "deepseek-v3", "gpt2"])
 def test_other_architectures(name: str) -> None:
     other = enable(tiny_model(name))
-    out = other.generate_batch(PROMPTS, margin_gate=GATE, max_new_tokens=6, do_sample=False, max_rows=3, chunk=64)
+    out = other.generate_batch(PROMPTS, margin_gate=GATE, max_new_tokens=6, do_sample=False, max_batch_size=3, chunk=64)
     for index in (0, 5, 6, 8):
         expected = one(other, PROMPTS[index], max_new_tokens=6)
         assert (out[f"req_{index}"].generated_tokens, out[f"req_{index}"].margins) == expected
@@ -163,7 +165,7 @@ def test_other_architectures(name: str) -> None:
 
 
 def test_a_shared_beginning_is_read_once_and_its_columns_are_the_same_bits(model: Any) -> None:
-    engine = MarginGateEngine(model, GATE, max_rows=8)
+    engine = MarginGateEngine(model, GATE, max_batch_size=8)
     out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
     reused = [out[f"req_{index}"].reused_tokens for index in range(len(PROMPTS))]
     # The longest reads the two blocks of the shared beginning, the others take what they share of them.
@@ -172,7 +174,7 @@ def test_a_shared_beginning_is_read_once_and_its_columns_are_the_same_bits(model
     assert engine.statistics.prefill_tokens == sum(map(len, PROMPTS)) - sum(reused) == engine.prefixes.misses
     verifier = verifier_for(model, GATE)
     for prompt in (PROMPTS[5], PROMPTS[8]):
-        cache = verifier.new_cache(1, GATE.kv_planes)
+        cache = verifier.new_cache(1, GATE.kv_dtype)
         cache.long_rows = [False]
         blocks = engine.prefixes.find(cache, 0, prompt, len(prompt))
         assert len(blocks) == 2
@@ -185,7 +187,7 @@ def test_a_shared_beginning_is_read_once_and_its_columns_are_the_same_bits(model
 
 
 def test_an_engine_keeps_columns_for_the_next_turn(model: Any) -> None:
-    engine = MarginGateEngine(model, GATE, max_rows=2)
+    engine = MarginGateEngine(model, GATE, max_batch_size=2)
     first = engine.generate([SHARED], max_new_tokens=40, do_sample=False)["req_0"]
     turn = [*first.prompt_ids, *first.generated_tokens, 9, 9]
     second = engine.generate([turn], max_new_tokens=NEW_TOKENS, do_sample=False)["req_0"]
@@ -196,7 +198,7 @@ def test_an_engine_keeps_columns_for_the_next_turn(model: Any) -> None:
 
 def test_an_edited_weight_drops_what_was_kept() -> None:
     model = enable(tiny_model("llama", seed=5))
-    engine = MarginGateEngine(model, GATE, max_rows=2)
+    engine = MarginGateEngine(model, GATE, max_batch_size=2)
     engine.generate([SHARED], max_new_tokens=2, do_sample=False)
     model.lm_head.weight.data[3] += 1.0
     again = engine.generate([SHARED], max_new_tokens=NEW_TOKENS, do_sample=False)["req_0"]
@@ -204,11 +206,11 @@ def test_an_edited_weight_drops_what_was_kept() -> None:
     assert (again.generated_tokens, again.margins) == one(model, SHARED)
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 64])
-def test_one_call_keeps_only_what_its_prompts_share(model: Any, max_rows: int) -> None:
+@pytest.mark.parametrize("max_batch_size", [1, 3, 64])
+def test_one_call_keeps_only_what_its_prompts_share(model: Any, max_batch_size: int) -> None:
     kept = {}
     for later in (True, False):
-        engine = MarginGateEngine(model, GATE, max_rows=max_rows, reuse_later=later)
+        engine = MarginGateEngine(model, GATE, max_batch_size=max_batch_size, reuse_later=later)
         out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
         kept[later] = (engine.statistics.reused_tokens, [out[f"req_{i}"].margins for i in range(len(PROMPTS))])
         per_block = 3 * 2 * 2 * 16 * PREFIX_BLOCK * 4
@@ -224,16 +226,16 @@ def test_one_call_keeps_only_what_its_prompts_share(model: Any, max_rows: int) -
 
 def test_the_budget_of_kept_columns_holds(model: Any) -> None:
     verifier = verifier_for(model, GATE)
-    block = verifier.new_cache(1, GATE.kv_planes)
-    engine = MarginGateEngine(model, GATE, max_rows=3, prefix_bytes=0)
+    block = verifier.new_cache(1, GATE.kv_dtype)
+    engine = MarginGateEngine(model, GATE, max_batch_size=3, prefix_bytes=0)
     assert engine.generate(PROMPTS, max_new_tokens=4, do_sample=False)["req_6"].reused_tokens == 0
     assert engine.prefixes.nbytes == 0
     per_block = 3 * 2 * 2 * 16 * PREFIX_BLOCK * 4  # layers, keys and values, heads, dim, columns, FP32
-    engine = MarginGateEngine(model, GATE, max_rows=3, prefix_bytes=3 * per_block)
+    engine = MarginGateEngine(model, GATE, max_batch_size=3, prefix_bytes=3 * per_block)
     out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert 0 < engine.prefixes.nbytes <= 3 * per_block
     assert [out[f"req_{i}"].margins for i in range(len(PROMPTS))] == [one(model, prompt)[1] for prompt in PROMPTS]
-    assert block.column_bytes == 0 and verifier.column_bytes == 3 * 2 * 2 * 16 * 4
+    assert block.entry_bytes == 0 and verifier.entry_bytes == 3 * 2 * 2 * 16 * 4
     with pytest.raises(ValueError, match="`budget` must be 0 or more bytes, got -1"):
         PrefixCache(-1)
 
@@ -241,7 +243,7 @@ def test_the_budget_of_kept_columns_holds(model: Any) -> None:
 def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
     verifier = verifier_for(model, GATE)
     length = 128  # the longest prompt and its new tokens, in whole blocks
-    engine = MarginGateEngine(model, GATE, max_rows=8, kv_bytes=2 * verifier.column_bytes * length)
+    engine = MarginGateEngine(model, GATE, max_batch_size=8, kv_bytes=2 * verifier.entry_bytes * length)
     seen = []
     with mock.patch("margingate_hf.decoding.exact.ExactCoverage.advance", autospec=True, side_effect=_recording(seen)):
         out = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -270,7 +272,7 @@ def test_criteria_stop_strings_seeds_and_samples_are_the_prompts_own(model: Any)
             return input_ids[:, -1] % 5 == 0
 
     rule = {"stopping_criteria": StoppingCriteriaList([Even()])}
-    out = model.generate_batch(PROMPTS, margin_gate=GATE, max_new_tokens=30, do_sample=False, max_rows=3, **rule)
+    out = model.generate_batch(PROMPTS, margin_gate=GATE, max_new_tokens=30, do_sample=False, max_batch_size=3, **rule)
     ended = 0
     for index, prompt in enumerate(PROMPTS):
         tokens, _ = one(model, prompt, max_new_tokens=30, **rule)
@@ -279,7 +281,7 @@ def test_criteria_stop_strings_seeds_and_samples_are_the_prompts_own(model: Any)
     assert ended > 3, "a weak test"
     seeded = GATE.update(seed=11)
     sampling = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6}
-    out = model.generate_batch(PROMPTS[:4], margin_gate=seeded, max_rows=3, **sampling)
+    out = model.generate_batch(PROMPTS[:4], margin_gate=seeded, max_batch_size=3, **sampling)
     assert list(out)[:3] == ["req_0", "req_0__child#0", "req_1"]
     for index in range(4):
         both = model.generate(torch.tensor([PROMPTS[index]]), margin_gate=seeded, **sampling)[:, len(PROMPTS[index]) :]
@@ -299,14 +301,14 @@ def test_without_the_gate_it_is_transformers_own(model: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"max_rows": 0}, "`max_rows`.*at least 1"),
-        ({"max_rows": 2.0}, "`max_rows`.*integer"),
+        ({"max_batch_size": 0}, "`max_batch_size`.*at least 1"),
+        ({"max_batch_size": 2.0}, "`max_batch_size`.*integer"),
         ({"chunk": 8}, "`chunk`.*at least 32"),
         ({"prefix_bytes": -1}, "`prefix_bytes`.*at least 0"),
         ({"order": "shortest"}, "`order`.*'longest', 'arrival'"),
         ({"num_beams": 2}, "`num_beams`"),
         ({"attention_mask": torch.ones(1, 3)}, "`attention_mask`.*lists of token ids"),
-        ({"continuous_batching_config": object()}, "`continuous_batching_config`.*max_rows"),
+        ({"continuous_batching_config": object()}, "`continuous_batching_config`.*max_batch_size"),
         ({"max_new_token": 3}, "max_new_token"),
     ],
 )
@@ -324,6 +326,6 @@ def test_bad_prompts_engines_and_gates(model: Any) -> None:
         MarginGateEngine(model, None)  # type: ignore[arg-type]
     engine = MarginGateEngine(model, GATE)
     with pytest.raises(ValueError, match="`margin_gate`.*settings of its own"):
-        model.generate_batch([[3]], engine=engine, margin_gate=MarginGateConfig(window=2), max_new_tokens=3)
+        model.generate_batch([[3]], engine=engine, margin_gate=MarginGateConfig(num_draft_tokens=1), max_new_tokens=3)
     with pytest.raises(KeyError):
         engine.cancel("req_7")

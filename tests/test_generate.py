@@ -40,31 +40,31 @@ def test_without_a_gate_it_is_stock_generate(gate: dict) -> None:
 
 def test_false_overrides_an_entry_of_the_model() -> None:
     model = enable(tiny_model("llama"))
-    model.generation_config.margin_gate = {"window": 4}
+    model.generation_config.margin_gate = {"num_draft_tokens": 3}
     out = gated(model, margin_gate=False)
     assert not isinstance(out, MarginGateOutput)
 
 
 def test_every_way_to_pass_a_config(tmp_path: Any) -> None:
     model = enable(tiny_model("llama"))
-    expected = gated(model, margin_gate=MarginGateConfig(window=3))
+    expected = gated(model, margin_gate=MarginGateConfig(num_draft_tokens=2))
     assert isinstance(expected, MarginGateOutput)
     batch = padded(PROMPTS)
     wanted = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, pad_token_id=0, eos_token_id=2)
-    config = GenerationConfig(**wanted, margin_gate=MarginGateConfig(window=3))
+    config = GenerationConfig(**wanted, margin_gate=MarginGateConfig(num_draft_tokens=2))
     config.save_pretrained(tmp_path)
     from_file = GenerationConfig.from_pretrained(tmp_path)
     assert isinstance(from_file.margin_gate, dict)
     others = [
-        gated(model, margin_gate={"window": 3}),
+        gated(model, margin_gate={"num_draft_tokens": 2}),
         model.generate(**batch, generation_config=config),
         model.generate(**batch, generation_config=from_file),
     ]
-    model.generation_config.margin_gate = MarginGateConfig(window=3)
+    model.generation_config.margin_gate = MarginGateConfig(num_draft_tokens=2)
     others.append(model.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True))
     for other in others:
         assert torch.equal(other.sequences, expected.sequences)
-        assert other.margin_gate.config["window"] == 3
+        assert other.margin_gate.config["num_draft_tokens"] == 2
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -97,16 +97,16 @@ def test_eos_in_the_middle_of_a_window_ends_the_row_there(llama: Any) -> None:
     whole = canonical(llama, PROMPTS[1], 12).tokens
     for at in range(12):
         first = whole.index(whole[at])
-        runs = run_batch(llama, PROMPTS, 12, MarginGateConfig(window=5), eos_token_id=whole[at])
+        runs = run_batch(llama, PROMPTS, 12, MarginGateConfig(num_draft_tokens=4), eos_token_id=whole[at])
         assert runs[1].tokens == whole[: first + 1]
 
 
 def test_rows_that_end_leave_the_batch(llama: Any) -> None:
     first = canonical(llama, PROMPTS[0], 1).tokens[0]
-    out = gated(llama, eos_token_id=first, margin_gate=MarginGateConfig(window=8, schedule="window"))
+    out = gated(llama, eos_token_id=first, margin_gate=MarginGateConfig(num_draft_tokens=7, schedule="fixed"))
     rows = out.margin_gate.rows
     assert rows[0].new_tokens == 1
-    assert out.margin_gate.row_steps < 2 * out.margin_gate.fast_steps + 1
+    assert out.margin_gate.drafted_tokens < 2 * out.margin_gate.draft_steps + 1
 
 
 def test_max_length_counts_the_rows_own_tokens(llama: Any) -> None:
@@ -160,7 +160,7 @@ def test_processors_see_each_row_alone(llama: Any, name: str) -> None:
     together = run_batch(llama, PROMPTS, 12, **arguments)
     moved = False
     for prompt, run in zip(PROMPTS, together, strict=True):
-        assert_same(run, run_batch(llama, [prompt], 12, MarginGateConfig(window=3), **arguments)[0], name)
+        assert_same(run, run_batch(llama, [prompt], 12, MarginGateConfig(num_draft_tokens=2), **arguments)[0], name)
         moved |= run.tokens != run_batch(llama, [prompt], 12, eos_token_id=arguments["eos_token_id"])[0].tokens
     assert moved, "the processor changed nothing: a weak test"
 
@@ -251,24 +251,26 @@ def test_streamer_ends_when_a_callback_raises(llama: Any) -> None:
 
 
 def test_statistics_add_up(llama: Any) -> None:
-    out = gated(llama, margin_gate=MarginGateConfig(threshold=2.0, window=4, schedule="window"), eos_token_id=None)
+    out = gated(
+        llama, margin_gate=MarginGateConfig(threshold=2.0, num_draft_tokens=3, schedule="fixed"), eos_token_id=None
+    )
     statistics = out.margin_gate
     assert statistics.prefill_tokens == sum(map(len, PROMPTS))
     assert statistics.new_tokens == 36 == sum(row.new_tokens for row in statistics.rows)
-    assert 0 <= statistics.flips <= statistics.row_steps
+    assert 0 <= statistics.flips <= statistics.drafted_tokens
     assert statistics.low_margin_steps == sum(row.low_margin_steps for row in statistics.rows)
     committed_by_passes = statistics.new_tokens - len(PROMPTS)
     assert statistics.verified_tokens == committed_by_passes + statistics.wasted_tokens + statistics.flips
     assert statistics.notes == []
-    assert statistics.plan.endswith("/planes2")
+    assert statistics.plan.endswith("/kv-split")
     values = statistics.to_dict()
-    assert values["trigger_rate"] == statistics.trigger_rate and values["config"]["window"] == 4
+    assert values["trigger_rate"] == statistics.trigger_rate and values["config"]["num_draft_tokens"] == 3
 
 
 def test_window_one_is_verifier_only(llama: Any) -> None:
-    out = gated(llama, margin_gate=MarginGateConfig(window=1))
-    assert out.margin_gate.fast_steps == 0
-    assert out.margin_gate.passes == 11
+    out = gated(llama, margin_gate=MarginGateConfig(num_draft_tokens=0))
+    assert out.margin_gate.draft_steps == 0
+    assert out.margin_gate.verify_forwards == 11
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

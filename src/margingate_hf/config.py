@@ -9,91 +9,123 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-COVERAGES = ("full", "gated")
-SCHEDULES = ("cost", "margin", "window", "step")
+COVERAGES = ("exact", "gated")
+SCHEDULES = ("cost", "margin", "fixed", "step")
 PRECISIONS = ("float32", "bfloat16")
 REFERENCES = ("fp32", "alone")
-MAX_WINDOW = 512
+KV_DTYPES = ("auto", "split", "float32")
+MAX_DRAFT_TOKENS = 511
 MAX_ROWS = 65_536
-# Systems of the field as settings of this one; `None` is stock `generate`.
-PRESETS: dict[str, dict[str, Any] | None] = {
-    "certified": {},
-    "paper": {"coverage": "gated", "rows_per_pass": 1},
-    "always": {"schedule": "step", "rows_per_pass": 1},
-    "grouped": {"schedule": "window", "window": 16},
-    "layercast": {"window": 1},
-    "invariant": {"window": 1, "precision": "bfloat16"},
-    "off": None,
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A system of the field as settings of this one; `fields` is `None` for stock `generate`."""
+
+    fields: dict[str, Any] | None
+    about: str
+    source: str
+
+
+# Docs and evals are generated from these rows.
+PRESETS: dict[str, Preset] = {
+    "exact": Preset({}, "the defaults", "this project's"),
+    "paper": Preset(
+        {"coverage": "gated", "verify_batch_size": 1},
+        "low-margin steps are computed again, each alone; statistical",
+        "MarginGate, arXiv 2605.30218",
+    ),
+    "always": Preset(
+        {"schedule": "step", "verify_batch_size": 1},
+        "every step of every row is verified alone",
+        "always-on verification, that paper's baseline",
+    ),
+    "grouped": Preset(
+        {"schedule": "fixed", "num_draft_tokens": 15},
+        "a verify forward every 16 tokens, whatever the margins",
+        "LLM-42, arXiv 2601.17768",
+    ),
+    "layercast": Preset(
+        {"num_draft_tokens": 0},
+        "the verifier decodes alone: FP32 arithmetic on 16-bit weights",
+        "LayerCast, NeurIPS 2025",
+    ),
+    "invariant": Preset(
+        {"num_draft_tokens": 0, "precision": "bfloat16"},
+        "the verifier decodes alone, operands rounded to BF16",
+        "batch-invariant operators",
+    ),
+    "off": Preset(None, "stock `generate`", "transformers"),
 }
 
 
 @dataclass
 class MarginGateConfig:
     """
-    Settings of margin-gated, batch-invariant greedy decoding.
+    Settings of batch-invariant decoding.
 
-    With `coverage="full"` no setting but `kv_planes` and `precision` can change a token: the others decide
-    only *when* the verifier runs, that is, how fast the same text appears. With `coverage="gated"` the guarantee is
-    statistical.
+    With `coverage="exact"` the output is the canonical one. Only `kv_dtype` and `precision` define what is canonical;
+    every other setting decides *when* the verifier runs, and so how fast the same output appears. With
+    `coverage="gated"` the guarantee is statistical.
 
     Args:
         threshold (`float`, *optional*, defaults to 0.5):
-            A step whose top-1/top-2 gap, in logits of the processed FP32 scores, is below this is a *low-margin*
-            step (MarginGate, arXiv 2605.30218, abstract). `0` flags none, `math.inf` flags all.
-        coverage (`str`, *optional*, defaults to `"full"`):
-            `"full"`: every position is verified before it is committed, the text is exactly the canonical one.
-            `"gated"`: only low-margin steps are, as in the paper (abstract): such a step is computed again at once, on
-            the cache as it stands, and where the token was wrong, it and the step's K/V column are replaced. Wide steps
-            and prompts are trusted to the fast path, and the cache keeps the model's own dtype.
+            A step is *low-margin* if its top-1/top-2 gap, in logits of the processed FP32 scores, is below this
+            (MarginGate, arXiv 2605.30218, abstract). `0` flags none, `math.inf` flags all.
+        coverage (`str`, *optional*, defaults to `"exact"`):
+            `"exact"`: every position is verified before it is committed, so the output is exactly the canonical one.
+            `"gated"`: only low-margin steps are verified, as in the paper (abstract). Such a step is computed again at
+            once, on the cache as it stands; where the token was wrong, it and the step's K/V column are replaced.
+            Prompts and wide steps are trusted to the model's own forward, and the cache keeps the model's own dtype.
         reference (`str`, *optional*, defaults to `"fp32"`):
-            Under `coverage="gated"`, what a low-margin step is computed again by: `"fp32"`: the verifier; `"alone"`:
-            the same 16-bit step as a batch of one.
-        window (`int`, *optional*, defaults to 32):
-            Most tokens of one row that one verifier pass may cover, and so the most a streamer gets at once. `1`
-            decodes by the verifier alone.
+            With `coverage="gated"`, what computes a low-margin step again. `"fp32"`: the verifier. `"alone"`: the same
+            16-bit step as a batch of one.
+        num_draft_tokens (`int`, *optional*, defaults to 31):
+            Most tokens that a row may draft before a verify forward; one more is the most that a streamer gets at once.
+            `0`: the verifier decodes alone.
         schedule (`str`, *optional*, defaults to `"cost"`):
-            When to run a pass. `"window"`: a row's window is full or a row would end. `"margin"`: also when a row has
-            `low_margin_limit` low-margin steps pending. `"cost"`: also as soon as one more draft would cost more time
-            than it is expected to save, by the margins of the pending drafts and the times measured on this machine.
-            `"step"`: after every step, that step's own token (always-on verification).
-        rows_per_pass (`int`, *optional*):
-            Rows that one verifier pass may cover. `None`: all that have something pending. `1` verifies each alone.
+            When a verify forward runs. `"fixed"`: when a row has `num_draft_tokens` drafts or would end. `"margin"`:
+            also when a row has `low_margin_limit` low-margin drafts. `"cost"`: also as soon as one more draft is
+            expected to cost more time than it saves, given the margins of the pending drafts and the times measured on
+            this machine. `"step"`: after every step, for that step's own token (always-on verification).
+        verify_batch_size (`int`, *optional*):
+            Rows that one verify forward may cover. `None`: all that have something pending. `1`: each row alone.
         low_margin_limit (`int`, *optional*, defaults to 3):
-            Pending low-margin steps in one row that start a pass under `schedule="margin"`.
+            Low-margin drafts of one row that start a verify forward with `schedule="margin"`.
         precision (`str`, *optional*, defaults to `"float32"`):
-            Arithmetic of the verifier. `"bfloat16"` rounds the operands of every linear layer but the head to BF16 and
-            accumulates in FP32: as invariant, its text is its own, cheaper where the processor multiplies BF16. For
+            Arithmetic of the verifier. `"bfloat16"` rounds the operands of every linear layer except the head to BF16
+            and accumulates in FP32. That is batch-invariant too, but its output may differ from `"float32"`'s. For
             models in BF16.
-        kv_planes (`int`, *optional*, defaults to 2):
-            Format of committed keys and values, in planes of the model's own dtype: `1` rounds them to it, `2` keeps
-            hi + lo, `3` keeps exact FP32.
+        kv_dtype (`str`, *optional*, defaults to `"split"`):
+            Format of committed keys and values. `"auto"`: the model's own dtype. `"split"`: the sum of two values of
+            the model's dtype, `hi + lo`. `"float32"`: unrounded.
         strict (`bool`, *optional*, defaults to `True`):
-            Refuse a model whose forward uses an operation the verifier has no fixed plan for. `False` lets it run
+            Refuse a model whose forward uses an operation without a fixed reduction order. `False` lets it run
             unchanged, which gives up the guarantee and is recorded in the statistics.
         resident_weights (`bool`, *optional*):
-            Keep an FP32 copy of the weights between passes, and on a processor with BF16 products a packed copy of a
-            BF16 model's for the fast path. `None` decides by the memory that is free. Same bits either way.
+            Keep an FP32 copy of the weights between verify forwards and, on a processor with BF16 products, a packed
+            copy of a BF16 model's for draft steps. `None` decides by the memory that is free. Same bits either way.
         seed (`int` or `list[int]`, *optional*):
-            Seed of `do_sample=True`: one for all prompts or one a prompt. The noise of a token depends on the seed, the
+            Seed of `do_sample=True`: one for all prompts or one for each. The noise of a token depends on the seed, the
             sample's index within its prompt, the position and the token id, never on the batch.
         calibration (`dict` or `str`, *optional*):
             A calibration record, or the file or folder that holds its `margin_gate.json`, see
-            [`MarginGateCalibration`]. The cost schedule takes its flip probabilities, a gated run reports its bound,
-            and a model it was not made with is warned of. It does not set `threshold`;
+            [`MarginGateCalibration`]. The cost schedule takes its flip probabilities and a gated run reports its bound.
+            A record of another model or machine is reported. It does not set `threshold`;
             [`MarginGateCalibration.config`] sets both.
         receipt (`bool`, *optional*, defaults to `False`):
-            Give each text a [`Receipt`]: hashes and names of all it was made from, which [`replay`] checks.
+            Give each output a [`Receipt`]: hashes and names of all it was made from, which [`replay`] checks.
     """
 
     threshold: float = 0.5
-    coverage: str = "full"
+    coverage: str = "exact"
     reference: str = "fp32"
-    window: int = 32
+    num_draft_tokens: int = 31
     schedule: str = "cost"
-    rows_per_pass: int | None = None
+    verify_batch_size: int | None = None
     low_margin_limit: int = 3
     precision: str = "float32"
-    kv_planes: int = 2
+    kv_dtype: str = "split"
     strict: bool = True
     resident_weights: bool | None = None
     seed: int | list[int] | None = None
@@ -122,11 +154,11 @@ class MarginGateConfig:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("reference", self.reference, REFERENCES)
-        _integer("window", self.window, 1, MAX_WINDOW)
-        if self.rows_per_pass is not None:
-            _integer("rows_per_pass", self.rows_per_pass, 1, MAX_ROWS)
-        _integer("low_margin_limit", self.low_margin_limit, 1, MAX_WINDOW)
-        _integer("kv_planes", self.kv_planes, 1, 3)
+        _integer("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        if self.verify_batch_size is not None:
+            _integer("verify_batch_size", self.verify_batch_size, 1, MAX_ROWS)
+        _integer("low_margin_limit", self.low_margin_limit, 1, MAX_DRAFT_TOKENS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         for name, flag in (("strict", self.strict), ("receipt", self.receipt)):
             if not isinstance(flag, bool):
                 raise TypeError(f"`{name}` must be True or False, got {flag!r}.")
@@ -143,23 +175,15 @@ class MarginGateConfig:
     @classmethod
     def preset(cls, name: str) -> MarginGateConfig | None:
         """
-        A system of the field by name.
+        A system of the field by name, see `PRESETS`; `None` for `"off"`.
 
-        - `"certified"`: the defaults.
-        - `"paper"`: MarginGate (arXiv 2605.30218), each low-margin step recomputed alone. Statistical.
-        - `"always"`: always-on verification, every step of every row alone, as that paper draws its baseline.
-        - `"grouped"`: verify every 16 tokens whatever the margins (LLM-42, arXiv 2601.17768).
-        - `"layercast"`: the verifier decodes alone, FP32 on 16-bit weights (LayerCast, NeurIPS 2025).
-        - `"invariant"`: the verifier decodes alone, 16-bit operands (batch-invariant operators).
-        - `"off"`: `None`, stock `generate`.
-
-        `"certified"`, `"always"`, `"grouped"` and `"layercast"` give the same tokens.
+        `"exact"`, `"always"`, `"grouped"` and `"layercast"` give the same tokens.
 
         Raises:
             `ValueError`: another name.
         """
         _one_of("preset", name, tuple(PRESETS))
-        fields = PRESETS[name]
+        fields = PRESETS[name].fields
         return None if fields is None else cls(**fields)
 
     @classmethod

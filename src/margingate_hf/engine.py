@@ -54,7 +54,7 @@ class MarginGateGenerationOutput(GenerationOutput):
 
 class MarginGateEngine:
     """
-    Decodes any number of prompts through `max_rows` places: a finished prompt's place goes to the next at once,
+    Decodes any number of prompts through `max_batch_size` places: a finished prompt's place goes to the next at once,
     prompts are read in chunks beside the rows that decode, and a beginning that prompts share is read once. Each
     prompt's tokens are those of `generate(..., margin_gate=...)` on it alone, whatever the order, the company and the
     reuse.
@@ -65,7 +65,7 @@ class MarginGateEngine:
     Args:
         model (`PreTrainedModel`): an enabled model.
         margin_gate ([`MarginGateConfig`], `dict` or `True`, *optional*): settings of the gate.
-        max_rows (`int`, *optional*, defaults to 8): prompts decoded at once.
+        max_batch_size (`int`, *optional*, defaults to 8): prompts decoded at once.
         kv_bytes (`int`, *optional*): bytes the K/V cache may take; fewer places are made where they would not fit.
         prefix_bytes (`int`, *optional*): bytes for columns kept for reuse, 0 for none. `None`: an eighth of the memory
             that is free.
@@ -81,7 +81,7 @@ class MarginGateEngine:
     Example:
 
     ```python
-    >>> engine = MarginGateEngine(model, max_rows=8)
+    >>> engine = MarginGateEngine(model, max_batch_size=8)
     >>> for output in engine.iterate(prompts, max_new_tokens=128):
     ...     print(output.request_id, output.generated_tokens)
     ```
@@ -91,7 +91,7 @@ class MarginGateEngine:
         self,
         model: Any,
         margin_gate: MarginGateConfig | dict | bool = True,
-        max_rows: int = 8,
+        max_batch_size: int = 8,
         kv_bytes: int | None = None,
         prefix_bytes: int | None = None,
         order: str = "longest",
@@ -104,7 +104,7 @@ class MarginGateEngine:
         if gate is None:
             raise refuse("margin_gate", margin_gate, "an engine needs the gate; pass a MarginGateConfig or True")
         for name, value, least in (
-            ("max_rows", max_rows, 1),
+            ("max_batch_size", max_batch_size, 1),
             ("chunk", chunk, PREFIX_BLOCK),
             ("kv_bytes", kv_bytes, 1),
             ("prefix_bytes", prefix_bytes, 0),
@@ -118,7 +118,7 @@ class MarginGateEngine:
         self.model = model
         self.gate = gate
         self.reuse_later = reuse_later
-        self.max_rows, self.kv_bytes, self.order, self.chunk = max_rows, kv_bytes, order, chunk
+        self.max_batch_size, self.kv_bytes, self.order, self.chunk = max_batch_size, kv_bytes, order, chunk
         if prefix_bytes is None:
             prefix_bytes = int(PREFIX_SHARE * psutil.virtual_memory().available)
         self.prefixes = PrefixCache(prefix_bytes)
@@ -205,9 +205,9 @@ class MarginGateEngine:
     def admitted(self, request: DecodeRequest, verifier: Verifier) -> DecodeRequest:
         """A request with this engine's slots, chunk, prefix cache and order of admission."""
         longest = max(row.length for row in request.rows)
-        slots = self.max_rows
+        slots = self.max_batch_size
         if self.kv_bytes is not None:
-            needed = verifier.column_bytes * whole_blocks(longest)
+            needed = verifier.entry_bytes * whole_blocks(longest)
             if needed > self.kv_bytes:
                 raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {longest} columns takes {needed} bytes")
             slots = min(slots, self.kv_bytes // needed)
@@ -215,7 +215,7 @@ class MarginGateEngine:
         if self.order == "longest":
             rows = tuple(sorted(rows, key=lambda row: (-len(row.prompt), row.index)))
         # An entry that was trusted, not verified, is no function of its tokens: nothing to share.
-        exact = self.gate.coverage == "full"
+        exact = self.gate.coverage == "exact"
         return replace(
             request,
             rows=rows,

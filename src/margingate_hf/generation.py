@@ -101,7 +101,7 @@ class MarginGateGenerationMixin(GenerationMixin):
             engine ([`MarginGateEngine`], *optional*): one to use, whose prefix cache is kept for the next call.
             progress_bar (`bool`, *optional*, defaults to `False`): show one.
             kwargs: arguments of `generate` that are not about one padded batch, and without `engine` those of
-                [`MarginGateEngine`]: `max_rows`, `kv_bytes`, `prefix_bytes`, `order`, `chunk`.
+                [`MarginGateEngine`]: `max_batch_size`, `kv_bytes`, `prefix_bytes`, `order`, `chunk`.
 
         Returns:
             `dict[str, MarginGateGenerationOutput]` by request id, `"req_0"` for the first prompt.
@@ -110,9 +110,11 @@ class MarginGateGenerationMixin(GenerationMixin):
         if gate is None:
             return super().generate_batch(inputs, generation_config, *args, progress_bar=progress_bar, **kwargs)
         if args or kwargs.get("continuous_batching_config") is not None:
-            raise refuse("continuous_batching_config", "given", "it is of transformers' own scheduler; use `max_rows`")
+            raise refuse(
+                "continuous_batching_config", "given", "it is of transformers' own scheduler; use `max_batch_size`"
+            )
         if engine is None:
-            names = ("max_rows", "kv_bytes", "prefix_bytes", "order", "chunk")
+            names = ("max_batch_size", "kv_bytes", "prefix_bytes", "order", "chunk")
             given = {name: kwargs.pop(name) for name in names if name in kwargs}
             engine = MarginGateEngine(self, gate, reuse_later=False, **given)
         elif margin_gate not in (..., True) and MarginGateConfig.coerce(margin_gate) != engine.gate:
@@ -172,9 +174,11 @@ def _continued(request: DecodeRequest, cache: MarginGateCache | None, verifier: 
         raise refuse("cache", f"MarginGateCache of {cache.rows} rows", f"this call has {len(request.rows)}")
     if request.gate.coverage == "gated":
         raise refuse("cache", "MarginGateCache", 'with coverage="gated" columns are not exact; leave it out')
-    if cache.kv_planes != request.gate.kv_planes:
+    if cache.kv_dtype != request.gate.kv_dtype:
         raise refuse(
-            "cache", f"MarginGateCache of {cache.kv_planes} planes", f"`kv_planes` is {request.gate.kv_planes}"
+            "cache",
+            f"MarginGateCache with kv_dtype={cache.kv_dtype!r}",
+            f"this call asks for {request.gate.kv_dtype!r}",
         )
     different = None if cache.identity is None else cache.identity.mismatch(verifier.identity)
     if cache.identity is None or different:

@@ -45,8 +45,8 @@ class MarginGateStatistics:
 
     Attributes:
         plan: the verifier's plan in one line; `fingerprint`: hash of weights, buffers and adapters it ran on.
-        fast_steps: forwards of the fast path; `row_steps`: drafts they gave, summed over rows.
-        passes: verifier passes that read no prompt; `verified_tokens`: tokens of decoding rows that passes read.
+        draft_steps: forwards of the fast path; `drafted_tokens`: drafts they gave, summed over rows.
+        verify_forwards: those that read no prompt; `verified_tokens`: tokens of decoding rows that they read.
         prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those whose columns were there already,
             in a cache from an earlier call or left by another prompt.
         low_margin_steps, flips, wasted_tokens, repaired_columns: sums over rows.
@@ -59,9 +59,9 @@ class MarginGateStatistics:
     plan: str = ""
     fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    fast_steps: int = 0
-    row_steps: int = 0
-    passes: int = 0
+    draft_steps: int = 0
+    drafted_tokens: int = 0
+    verify_forwards: int = 0
     verified_tokens: int = 0
     prefill_tokens: int = 0
     reused_tokens: int = 0
@@ -81,18 +81,18 @@ class MarginGateStatistics:
     @property
     def trigger_rate(self) -> float:
         """Low-margin drafts over all drafts."""
-        return self.low_margin_steps / self.row_steps if self.row_steps else 0.0
+        return self.low_margin_steps / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def flip_rate(self) -> float:
         """Drafts the verifier replaced, over drafts it compared (dropped ones are not compared)."""
-        compared = self.row_steps - self.wasted_tokens
+        compared = self.drafted_tokens - self.wasted_tokens
         return self.flips / compared if compared else 0.0
 
     @property
     def wasted_seconds(self) -> float:
         """Share of `decode_seconds` spent on drafts that were dropped."""
-        return self.decode_seconds * self.wasted_tokens / self.row_steps if self.row_steps else 0.0
+        return self.decode_seconds * self.wasted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and rates, JSON-able."""

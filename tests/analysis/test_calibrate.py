@@ -209,7 +209,7 @@ def test_full_coverage_takes_the_curve_and_keeps_its_bits(
 ) -> None:
     asked: list[float] = []
     monkeypatch.setattr(FlipCurve, "__call__", lambda self, margin: asked.append(margin) or 0.01)
-    out = run(model, found.config("full", schedule="window"))
+    out = run(model, found.config("exact", schedule="fixed"))
     assert asked and not out.margin_gate.notes
     assert torch.equal(out.sequences, run(model, MarginGateConfig()).sequences)
 

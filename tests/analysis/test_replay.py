@@ -70,9 +70,9 @@ def test_a_changed_token_is_found_where_it_stands(llama: Any, index: int) -> Non
 def test_what_changed_is_named(llama: Any) -> None:
     one = made(llama)[1]
     assert check(llama, one, prompt=one.prompt[1:]).changed == ["prompt"]
-    assert check(llama, one, margin_gate={"kv_planes": 3}).changed == ["config"]
+    assert check(llama, one, margin_gate={"kv_dtype": "float32"}).changed == ["config"]
     assert check(llama, one, repetition_penalty=1.3).changed == ["processors"]
-    assert check(llama, one, margin_gate=MarginGateConfig(window=3, schedule="window")).canonical
+    assert check(llama, one, margin_gate=MarginGateConfig(num_draft_tokens=2, schedule="fixed")).canonical
     other = enable(tiny_model("llama"))
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
@@ -106,9 +106,9 @@ def test_processors_and_samples_are_replayed(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("planes", [1, 2])
-def test_settings_come_from_the_receipt(llama: Any, precision: str, planes: int) -> None:
-    config = MarginGateConfig(receipt=True, precision=precision, kv_planes=planes)
+@pytest.mark.parametrize("kv_dtype", ["auto", "split"])
+def test_settings_come_from_the_receipt(llama: Any, precision: str, kv_dtype: str) -> None:
+    config = MarginGateConfig(receipt=True, precision=precision, kv_dtype=kv_dtype)
     for one in made(llama, config):
         assert check(llama, one).canonical
 
@@ -151,7 +151,7 @@ def test_an_altered_receipt_is_no_proof(field: str, forged: bool, llama: Any) ->
         assert result.index is not None or "receipt" in result.changed or field in [*result.changed, "seed"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("kv_planes", 1), ("precision", "bfloat16"), ("strict", False)])
+@pytest.mark.parametrize(("field", "value"), [("kv_dtype", "auto"), ("precision", "bfloat16"), ("strict", False)])
 def test_an_altered_setting_is_no_proof(field: str, value: Any, llama: Any) -> None:
     one = made(llama)[0]
     altered = {**one.receipt, "config": {**one.receipt["config"], field: value}}
@@ -249,7 +249,7 @@ def test_a_verifier_that_is_not_invariant_is_no_witness(llama: Any) -> None:
     def both() -> tuple[torch.Tensor, torch.Tensor]:
         verifier = registry()
         prompt, text = PROMPTS[3], made(llama)[3].output
-        whole, steps = verifier.new_cache(1, 2), verifier.new_cache(1, 2)
+        whole, steps = verifier.new_cache(1, "split"), verifier.new_cache(1, "split")
         with torch.no_grad():
             one = verifier.run(whole, [Segment(0, 0, [*prompt, *text])], keep=[len(text)])
             verifier.run(steps, [Segment(0, 0, prompt)], keep=[0])

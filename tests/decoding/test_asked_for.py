@@ -22,7 +22,7 @@ from margingate_hf.decoding.checks import HARMLESS_FIELDS, HONOURED_FIELDS, REFU
 from tiny import VOCABULARY, random_prompts, tiny_config, tiny_model
 
 PROMPTS = random_prompts([9, 21, 4])
-GATE = MarginGateConfig(schedule="window", window=5)
+GATE = MarginGateConfig(schedule="fixed", num_draft_tokens=4)
 
 
 def generate(model: Any, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> Any:
@@ -116,15 +116,15 @@ def test_a_cache_that_the_checkpoint_chooses_does_not_matter(implementation: str
 def test_an_entry_of_a_saved_generation_config_survives(tmp_path: Any) -> None:
     model = enable(tiny_model("llama"))
     assert model.generation_config._from_model_config, "else the fault cannot show: a weak test"
-    model.generation_config.margin_gate = {"window": 4}
+    model.generation_config.margin_gate = {"num_draft_tokens": 3}
     model.save_pretrained(tmp_path)
     again = MarginGateModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert again.generation_config.margin_gate == {"window": 4}
+    assert again.generation_config.margin_gate == {"num_draft_tokens": 3}
     file = tmp_path / "generation_config.json"  # as an earlier version wrote it
     file.write_text(file.read_text().replace('"_from_model_config": false', '"_from_model_config": true'))
     again = MarginGateModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     out = generate(again, margin_gate=..., return_dict_in_generate=True)
-    assert out.margin_gate.config["window"] == 4
+    assert out.margin_gate.config["num_draft_tokens"] == 3
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neox"])
@@ -238,13 +238,13 @@ def test_a_processor_that_keeps_a_state_is_refused(kind: type, llama: Any) -> No
 
 
 @pytest.mark.parametrize("kind", [Resettable, Copyable])
-@pytest.mark.parametrize("window", [1, 5])
-def test_one_that_offers_a_copy_or_a_reset_is_right_in_every_row(kind: type, window: int, llama: Any) -> None:
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_one_that_offers_a_copy_or_a_reset_is_right_in_every_row(kind: type, num_draft_tokens: int, llama: Any) -> None:
     processor = kind()
     out = generate(
         llama,
         logits_processor=LogitsProcessorList([processor]),
-        margin_gate=GATE.update(window=window),
+        margin_gate=GATE.update(num_draft_tokens=num_draft_tokens),
         return_dict_in_generate=True,
     )
     assert processor.turn == 0, "the caller's own was called"
@@ -256,8 +256,8 @@ def test_one_that_offers_a_copy_or_a_reset_is_right_in_every_row(kind: type, win
         alone = generate(llama, [PROMPTS[row]], logits_processor=LogitsProcessorList([kind()]))
         count = statistics.new_tokens
         assert alone[0, len(PROMPTS[row]) :][:count].tolist() == new[row, :count].tolist()
-    if window > 1:
-        assert out.margin_gate.row_steps > 0, "nothing was drafted: a weak test"
+    if num_draft_tokens:
+        assert out.margin_gate.drafted_tokens > 0, "nothing was drafted: a weak test"
 
 
 def test_a_state_and_gated_coverage_do_not_go_together(llama: Any) -> None:

@@ -55,10 +55,10 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "hidden": ({"output_hidden_states": True}, ValueError, "`output_hidden_states`=True"),
     "streamer": ({"streamer": Silent()}, ValueError, "`streamer`='Silent'.*got 2"),
     "reference": ({"margin_gate": {"reference": "fp64"}}, ValueError, "`reference`.*'fp32', 'alone'"),
-    "rows": ({"margin_gate": {"rows_per_pass": 0}}, ValueError, "`rows_per_pass` must be between 1"),
+    "rows": ({"margin_gate": {"verify_batch_size": 0}}, ValueError, "`verify_batch_size` must be between 1"),
     "no calibration": ({"margin_gate": {"calibration": "nowhere"}}, ValueError, "`calibration`='nowhere' holds no"),
     "calibration": ({"margin_gate": {"calibration": 3}}, TypeError, "`calibration`.*got 3"),
-    "unknown": ({"margin_gate": {"windw": 3}}, ValueError, "`windw`.*Did you mean `window`"),
+    "unknown": ({"margin_gate": {"kv_dtyp": 3}}, ValueError, "`kv_dtyp`.*Did you mean `kv_dtype`"),
     "type": ({"margin_gate": "yes"}, TypeError, "`margin_gate`.*'yes'"),
     "no room": ({"max_new_tokens": None, "max_length": 10}, ValueError, "`max_length`=10.*row 1 has 12 tokens"),
     "stateful": (

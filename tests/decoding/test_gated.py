@@ -107,14 +107,14 @@ def fast_column(model: Any, cache: Any, position: int, token: int) -> list[torch
     from margingate_hf.forward.context import DecodeContext, context_scope
     from margingate_hf.verifier.torch_cpu import TorchCPU
 
-    before = cache.export_columns(0, position, position + 1)
+    before = cache.export_entries(0, position, position + 1)
     context = DecodeContext(torch.tensor([position]), position + 1, backend=TorchCPU())
     with torch.no_grad(), context_scope(context):
         forward_twin(model)(
             input_ids=torch.tensor([[token]]), position_ids=context.positions[:, None], cache=cache, use_cache=True
         )
     found = [layer.stores[0].draft[0, :, position].clone() for layer in cache.layers]
-    cache.load_columns(0, position, before)
+    cache.load_entries(0, position, before)
     return found
 
 
@@ -129,16 +129,16 @@ def test_prompts_are_read_by_the_stock_forward() -> None:
 
 def test_wide_steps_are_trusted(llama: Any) -> None:
     nothing = gated(llama, gate={"threshold": 0.0}).margin_gate
-    assert nothing.passes == nothing.low_margin_steps == nothing.repaired_columns == 0
-    some = gated(llama, gate={"threshold": 1.0, "rows_per_pass": 1}).margin_gate
-    assert 0 < some.low_margin_steps < some.row_steps
-    assert some.passes == some.verified_tokens == some.low_margin_steps
+    assert nothing.verify_forwards == nothing.low_margin_steps == nothing.repaired_columns == 0
+    some = gated(llama, gate={"threshold": 1.0, "verify_batch_size": 1}).margin_gate
+    assert 0 < some.low_margin_steps < some.drafted_tokens
+    assert some.verify_forwards == some.verified_tokens == some.low_margin_steps
     together = gated(llama, gate={"threshold": 1.0}).margin_gate
-    assert together.passes < some.passes and together.low_margin_steps == some.low_margin_steps
+    assert together.verify_forwards < some.verify_forwards and together.low_margin_steps == some.low_margin_steps
 
 
 def test_rows_in_one_pass_or_each_alone_give_the_same_bits(llama: Any) -> None:
-    runs = [gated(llama, gate={"threshold": 2.0, "rows_per_pass": size}) for size in (None, 1, 2)]
+    runs = [gated(llama, gate={"threshold": 2.0, "verify_batch_size": size}) for size in (None, 1, 2)]
     for other in runs[1:]:
         assert torch.equal(other.sequences, runs[0].sequences)
         for mine, theirs in zip(runs[0].logits, other.logits, strict=True):
@@ -149,7 +149,7 @@ def test_recomputed_alone_a_batch_of_one_never_flips(llama: Any) -> None:
     """The same 16-bit step as a batch of one is, for a batch of one, the same step."""
     trusted = gated(llama, [PROMPTS[0]], gate={"threshold": 0.0})
     again = gated(llama, [PROMPTS[0]], gate={"threshold": math.inf, "reference": "alone"})
-    assert again.margin_gate.passes == again.margin_gate.row_steps == NEW_TOKENS
+    assert again.margin_gate.verify_forwards == again.margin_gate.drafted_tokens == NEW_TOKENS
     assert again.margin_gate.flips == 0
     assert torch.equal(trusted.sequences, again.sequences)
     # The first token is computed again on a cache, not with its prompt: equal in value, not in bits.
@@ -212,7 +212,7 @@ def test_processors_sampling_and_streaming(llama: Any) -> None:
 def test_continuous_batching_without_reuse(llama: Any) -> None:
     prompts = [PROMPTS[1], PROMPTS[1], *PROMPTS]
     gate = MarginGateConfig(coverage="gated", threshold=math.inf)
-    found = llama.generate_batch(prompts, max_new_tokens=6, do_sample=False, margin_gate=gate, max_rows=2)
+    found = llama.generate_batch(prompts, max_new_tokens=6, do_sample=False, margin_gate=gate, max_batch_size=2)
     assert [len(output.generated_tokens) for output in found.values()] == [6] * 5
     assert all(output.reused_tokens == 0 for output in found.values())
 

@@ -38,10 +38,10 @@ def test_commits_a_canonical_prefix(drafts: list[int], data: st.DataObject) -> N
 
 
 def test_schedule() -> None:
-    config = MarginGateConfig(schedule="margin", window=4, low_margin_limit=2)
+    config = MarginGateConfig(schedule="margin", num_draft_tokens=3, low_margin_limit=2)
     assert not should_verify([Pending(2, 1, False), Pending(0, 0, False)], config)
     assert should_verify([Pending(0, 0, False), Pending(3, 0, False)], config)
     assert should_verify([Pending(1, 0, True)], config)
     assert should_verify([Pending(2, 2, False)], config)
-    assert not should_verify([Pending(2, 2, False)], config.update(schedule="window"))
-    assert should_verify([Pending(0, 0, False)], config.update(window=1))
+    assert not should_verify([Pending(2, 2, False)], config.update(schedule="fixed"))
+    assert should_verify([Pending(0, 0, False)], config.update(num_draft_tokens=0))

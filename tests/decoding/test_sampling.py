@@ -63,9 +63,9 @@ def test_noise_is_gumbel() -> None:
 @pytest.mark.parametrize("name", WARPERS)
 def test_a_sampled_text_does_not_depend_on_its_batch(llama: Any, name: str) -> None:
     arguments = {"do_sample": True, **WARPERS[name]}
-    config = MarginGateConfig(seed=11, window=8, schedule="window")
+    config = MarginGateConfig(seed=11, num_draft_tokens=7, schedule="fixed")
     together = run_batch(llama, PROMPTS, 12, config, **arguments)
-    backwards = run_batch(llama, PROMPTS[::-1], 12, config.update(window=3), side="right", **arguments)[::-1]
+    backwards = run_batch(llama, PROMPTS[::-1], 12, config.update(num_draft_tokens=2), side="right", **arguments)[::-1]
     with disturbed_drafts(llama, lambda position: position % 3 == 0):
         disturbed = run_batch(llama, PROMPTS, 12, config, **arguments)
     for prompt, run, other, third in zip(PROMPTS, together, backwards, disturbed, strict=True):

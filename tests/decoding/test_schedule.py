@@ -23,7 +23,7 @@ from margingate_hf.decoding.schedule import (
 )
 from tiny import random_prompts
 
-COST = MarginGateConfig(schedule="cost", window=64)
+COST = MarginGateConfig(schedule="cost", num_draft_tokens=63)
 
 
 def row(*margins: float) -> Pending:
@@ -45,7 +45,7 @@ def test_without_measurements_the_window_decides() -> None:
     assert not should_verify([row(0.0, 0.0)], COST)
     assert not should_verify([Pending(6, 0, False)], COST)
     assert should_verify([Pending(7, 0, False)], COST), "a short one while nothing is measured"
-    free = Costs(step_fixed=0, step_row=1e-9, pass_fixed=1, pass_token=0)
+    free = Costs(draft_fixed=0, draft_row=1e-9, verify_fixed=1, verify_token=0)
     assert not should_verify([row(*[9.0] * 62)], COST, free)
     assert should_verify([Pending(63, 0, False)], COST, free)
     assert should_verify([Pending(1, 0, True)], COST, Costs(1, 0, 1, 0))
@@ -53,12 +53,14 @@ def test_without_measurements_the_window_decides() -> None:
 
 def test_a_step_dearer_than_a_pass_is_never_taken() -> None:
     """Then the verifier decodes alone: a draft saves a pass's fixed cost and costs a step."""
-    assert not drafting_pays([row()] * 8, Costs(step_fixed=0.2, step_row=0.005, pass_fixed=0.17, pass_token=0.003))
-    assert drafting_pays([row()] * 8, Costs(step_fixed=0.1, step_row=0.005, pass_fixed=0.17, pass_token=0.003))
+    assert not drafting_pays(
+        [row()] * 8, Costs(draft_fixed=0.2, draft_row=0.005, verify_fixed=0.17, verify_token=0.003)
+    )
+    assert drafting_pays([row()] * 8, Costs(draft_fixed=0.1, draft_row=0.005, verify_fixed=0.17, verify_token=0.003))
 
 
 def test_a_pending_near_tie_ends_the_cycle_earlier() -> None:
-    costs = Costs(step_fixed=0.05, step_row=0.0, pass_fixed=0.1, pass_token=0.002)
+    costs = Costs(draft_fixed=0.05, draft_row=0.0, verify_fixed=0.1, verify_token=0.002)
     assert drafting_pays([row(9.0, 9.0, 9.0)], costs)
     assert not drafting_pays([row(9.0, 0.0, 0.05)], costs)
 
@@ -103,24 +105,24 @@ def test_line_is_never_negative() -> None:
 
 def test_the_meter_needs_both() -> None:
     meter = CostMeter()
-    meter.add_step(4, 9.0)
-    meter.add_pass(16, 0.2)
+    meter.add_draft_step(4, 9.0)
+    meter.add_verify(16, 0.2)
     assert meter.costs() is None, "the first step packs weights"
-    meter.add_step(4, 0.1)
+    meter.add_draft_step(4, 0.1)
     assert meter.costs() == Costs(0.1, 0.0, 0.2, 0.0)
 
 
 def test_a_step_that_seemed_dear_is_tried_again() -> None:
     meter = CostMeter(warm=True)
-    meter.add_pass(8, 0.1)
-    meter.add_step(8, 60.0)  # the machine was busy
+    meter.add_verify(8, 0.1)
+    meter.add_draft_step(8, 60.0)  # the machine was busy
     for _ in range(CostMeter.RETRY):
         costs = meter.costs()
         assert costs is not None and should_verify([Pending(0, 0, False)] * 8, COST, costs), "nothing is drafted"
-        meter.add_pass(8, 0.1)
+        meter.add_verify(8, 0.1)
     assert meter.costs() is None
     assert not should_verify([Pending(0, 0, False)] * 8, COST, None)
-    meter.add_step(8, 0.01)
+    meter.add_draft_step(8, 0.01)
     costs = meter.costs()
     assert costs is not None and not should_verify([Pending(0, 0, False)] * 8, COST, costs)
 

@@ -50,7 +50,7 @@ def test_a_window_that_lives_in_the_mask_is_applied() -> None:
     model = window_in_the_mask()
     verifier = verifier_for(model, MarginGateConfig())
     with torch.no_grad():
-        found = verifier.run(verifier.new_cache(1, 3), [Segment(0, 0, LONG)])
+        found = verifier.run(verifier.new_cache(1, "float32"), [Segment(0, 0, LONG)])
         right = reference_logits(model, LONG)
     assert ((found - right).norm(dim=-1) <= TOLERANCE * right.norm(dim=-1)).all()
     model.config.sliding_window = 2 * WINDOW
@@ -123,8 +123,8 @@ def test_a_score_under_longrope_does_not_depend_on_the_others(rows: int) -> None
     )
     context, short, long = *random_prompts([50]), *random_prompts([6, 30], seed=3)
     verifier = verifier_for(model, MarginGateConfig())
-    (alone,) = score_continuations(model, verifier, [(context, short)], 2, rows)
-    (other,) = score_continuations(model, verifier, [(context, long)], 2, rows)
+    (alone,) = score_continuations(model, verifier, [(context, short)], "split", rows)
+    (other,) = score_continuations(model, verifier, [(context, long)], "split", rows)
     for store in (None, PrefixCache(1 << 24)):
-        found = score_continuations(model, verifier, [(context, short), (context, long)], 2, rows, store)
+        found = score_continuations(model, verifier, [(context, short), (context, long)], "split", rows, store)
         assert found == [alone, other]

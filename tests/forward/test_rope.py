@@ -42,7 +42,7 @@ def test_rows_on_both_sides_of_the_original_length() -> None:
     assert [architecture.needs_long_table(len(prompt) + 12) for prompt in PROMPTS] == [False, True, False, True]
     for prompt, run in zip(PROMPTS, run_batch(model, PROMPTS, 12), strict=True):
         assert_same(run, canonical(model, prompt, 12), f"{len(prompt)} tokens")
-        assert_same(run, run_batch(model, [prompt], 12, MarginGateConfig(window=3))[0])
+        assert_same(run, run_batch(model, [prompt], 12, MarginGateConfig(num_draft_tokens=2))[0])
 
 
 @pytest.mark.parametrize("row", [1, 2])

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from bitwise import padded
 from margingate_hf import MarginGateCache, enable
+from margingate_hf.config import KV_DTYPES
 from margingate_hf.forward.context import KV_BLOCK, DecodeContext, Segment, context_scope, verify_context
 from margingate_hf.kv_cache.buffers import zeros
 from margingate_hf.kv_cache.cache import MarginGateLayer
@@ -94,12 +95,12 @@ def test_a_pass_repairs_what_a_fast_step_drafted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("planes", [1, 2, 3])
-def test_every_store_commits_the_same_value(planes: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_every_store_commits_the_same_value(kv_dtype: str, dtype: torch.dtype) -> None:
     """What a pass reads is what is committed, the same bits in each store; what it must not see is finite."""
     read = []
     for store in (cpu_store, PlaneStore):
-        cache = MarginGateCache(1, 3, dtype, planes, store)
+        cache = MarginGateCache(1, 3, dtype, kv_dtype, store)
         write(cache, [Segment(0, 0, range(4)), Segment(2, 0, range(KV_BLOCK + 2))])
         draft(cache, 3, float("nan"))
         draft(cache, 3, float("inf"))
@@ -119,20 +120,22 @@ def test_every_store_commits_the_same_value(planes: int, dtype: torch.dtype) -> 
             for whole, committed in zip((keys, values), cache.committed(0, slot), strict=True):
                 assert torch.equal(whole[slot, :, : cache.verified[slot]], committed)
             assert torch.isfinite(keys[slot]).all() and torch.isfinite(values[slot]).all()
-        assert cache.layers[0].stores[0].draft.dtype == (torch.float32 if store is cpu_store and planes > 1 else dtype)
+        assert cache.layers[0].stores[0].draft.dtype == (
+            torch.float32 if store is cpu_store and kv_dtype != "auto" else dtype
+        )
         read.append((keys[:, :, : KV_BLOCK + 4], cache.committed(0, 2)[1]))
     assert torch.equal(read[0][0][2], read[1][0][2]) and torch.equal(read[0][1], read[1][1])
 
 
 @pytest.mark.parametrize(
-    ("store", "planes", "bytes_a_value"),
-    [(cpu_store, 1, 2), (cpu_store, 2, 4), (cpu_store, 3, 4)]
-    + [(PlaneStore, 1, 2), (PlaneStore, 2, 4), (PlaneStore, 3, 6)],
+    ("store", "kv_dtype", "bytes_a_value"),
+    [(cpu_store, "auto", 2), (cpu_store, "split", 4), (cpu_store, "float32", 4)]
+    + [(PlaneStore, "auto", 2), (PlaneStore, "split", 4), (PlaneStore, "float32", 6)],
 )
-def test_bytes_of_a_column(store: Any, planes: int, bytes_a_value: int) -> None:
-    cache = MarginGateCache(2, 3, torch.bfloat16, planes, store)
+def test_bytes_of_a_column(store: Any, kv_dtype: str, bytes_a_value: int) -> None:
+    cache = MarginGateCache(2, 3, torch.bfloat16, kv_dtype, store)
     write(cache, [Segment(0, 0, range(5))])
-    assert cache.column_bytes == 2 * 2 * HEADS * DIM * bytes_a_value
+    assert cache.entry_bytes == 2 * 2 * HEADS * DIM * bytes_a_value
 
 
 def test_rollback_drops_and_zeroes_what_lies_behind() -> None:
@@ -148,7 +151,7 @@ def test_rollback_drops_and_zeroes_what_lies_behind() -> None:
 
 
 def test_check_notices_an_unrepaired_and_an_unrounded_column() -> None:
-    cache = MarginGateCache(1, 1, torch.bfloat16, 3, PlaneStore)
+    cache = MarginGateCache(1, 1, torch.bfloat16, "float32", PlaneStore)
     write(cache, [Segment(0, 0, [1, 2, 3])])
     cache.check()
     cache.layers[0].keys[0, 0, 1, 0] += 1

@@ -90,7 +90,13 @@ def evaluate(checkpoint: str, tasks: Path, batch_size: Any, **arguments: Any) ->
     register()
     return lm_eval.simple_evaluate(
         model="margingate-hf",
-        model_args={"pretrained": checkpoint, "dtype": "bfloat16", "schedule": "window", "window": 4, **arguments},
+        model_args={
+            "pretrained": checkpoint,
+            "dtype": "bfloat16",
+            "schedule": "fixed",
+            "num_draft_tokens": 3,
+            **arguments,
+        },
         tasks=["toy_generate", "toy_choice"],
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         batch_size=batch_size,
@@ -113,9 +119,9 @@ def test_every_response_is_the_same_at_every_batch_size(checkpoint: str, tasks: 
     for batch_size in (3, "8", "auto"):
         assert responses(evaluate(checkpoint, tasks, batch_size)) == expected, batch_size
     gate = first["config"]["margingate"]
-    assert gate["preset"] == "certified" and gate["threshold"] == 0.5 and gate["window"] == 4
+    assert gate["preset"] == "exact" and gate["threshold"] == 0.5 and gate["num_draft_tokens"] == 3
     assert gate["new_tokens"] > 0 and gate["scored_tokens"] > 0 and 0 <= gate["flip_rate"] <= 1
-    assert "planes2" in gate["plan"] and gate["notes"] == []
+    assert "kv-split" in gate["plan"] and gate["notes"] == []
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     hashes = {sample["prompt_hash"] for sample in first["samples"]["toy_generate"]}
     assert {line["prompt_hash"] for line in lines} == hashes
@@ -181,19 +187,19 @@ def test_scores_do_not_depend_on_company_order_or_reuse() -> None:
     generator = torch.Generator().manual_seed(0)
     context = torch.randint(3, 250, (80,), generator=generator).tolist()
     pairs = [(context[:70], [5]), (context[:70], [9, 10, 11]), (context, [7, 7]), ([4], [3]), (context[:70], [200] * 9)]
-    alone = [score_continuations(model, verifier, [pair], 2, rows=1)[0] for pair in pairs]
+    alone = [score_continuations(model, verifier, [pair], "split", rows=1)[0] for pair in pairs]
     from margingate_hf.kv_cache.prefix_cache import PrefixCache
 
     for rows in (1, 2, 8):
         store = PrefixCache(1 << 26)
-        assert score_continuations(model, verifier, pairs, 2, rows, store) == alone
-        assert score_continuations(model, verifier, pairs[::-1], 2, rows, store) == alone[::-1]
+        assert score_continuations(model, verifier, pairs, "split", rows, store) == alone
+        assert score_continuations(model, verifier, pairs[::-1], "split", rows, store) == alone[::-1]
         assert store.hits > 0
     exact = _reference(model, pairs)
     for score, (logprob, greedy) in zip(alone, exact, strict=True):
         assert abs(score.logprob - logprob) < 1e-4 * max(1.0, abs(logprob)) and score.greedy == greedy
     with pytest.raises(ValueError, match="pair 1 lacks one"):
-        score_continuations(model, verifier, [([1], [2]), ([1], [])], 2)
+        score_continuations(model, verifier, [([1], [2]), ([1], [])], "split")
 
 
 def _reference(model: Any, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
@@ -213,8 +219,8 @@ def _reference(model: Any, pairs: list[tuple[list[int], list[int]]]) -> list[tup
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"preset": "exact"}, "`preset` must be one of 'certified', 'paper', .*got 'exact'"),
-        ({"window": 0}, "`window` must be between 1 and 512, got 0"),
+        ({"preset": "certified"}, "`preset` must be one of 'exact', 'paper', .*got 'certified'"),
+        ({"num_draft_tokens": -1}, "`num_draft_tokens` must be between 0 and 511, got -1"),
         ({"prefix_bytes": -1}, "`prefix_bytes`"),
     ],
 )

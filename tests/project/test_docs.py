@@ -80,8 +80,8 @@ def test_the_configuration_page_names_every_field_and_default() -> None:
         assert rows[name].strip("`").replace('"', "") == str(default)
     presets = dict(re.findall(r'^\| `"(\w+)"` \| (.*?) \|', page, flags=re.M))
     assert presets.keys() == PRESETS.keys()
-    for name, fields_of in PRESETS.items():
-        for field, value in (fields_of or {}).items():
+    for name, preset in PRESETS.items():
+        for field, value in (preset.fields or {}).items():
             shown = f'"{value}"' if isinstance(value, str) else str(value)
             assert f"{field}={shown}" in presets[name]
 

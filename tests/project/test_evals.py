@@ -79,7 +79,7 @@ def test_answers(dataset: str, text: str, answer: str, right: bool) -> None:
 
 
 def test_the_table_counts_what_the_runs_hold() -> None:
-    counts = {"row_steps": 10, "low_margin_steps": 2, "flips": 1, "repaired_columns": 1, "wasted_tokens": 0}
+    counts = {"drafted_tokens": 10, "low_margin_steps": 2, "flips": 1, "repaired_columns": 1, "wasted_tokens": 0}
     summary = summarise(
         {"off": [ALONE, BATCH], "paper": [ALONE, run(2, ALONE.tokens, counts=counts)]}, "chat", 3, None, str
     )
@@ -92,7 +92,7 @@ def test_the_table_counts_what_the_runs_hold() -> None:
 def test_systems_are_what_they_are_called() -> None:
     assert set(DEFAULT) <= SYSTEMS.keys()
     assert SYSTEMS["off"].gate() is SYSTEMS["fp32"].gate() is None
-    assert SYSTEMS["certified-1-plane"].gate().kv_planes == 1
+    assert SYSTEMS["exact-1-plane"].gate().kv_dtype == 1
 
 
 @pytest.mark.smollm2
@@ -102,7 +102,7 @@ def test_determinism_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypat
     determinism.main(arguments)
     name = f"{tiny_checkpoint.name}_chat"
     record = json.loads((tmp_path / f"{name}.json").read_text())
-    assert record["systems"]["certified"]["prompts_that_move"] == 0
+    assert record["systems"]["exact"]["prompts_that_move"] == 0
     with (tmp_path / f"{name}.csv").open() as lines:
         assert len(list(csv.DictReader(lines))) == 6
     assert all((tmp_path / f"{name}_{kind}.png").stat().st_size > 2000 for kind in ("margins", "survival", "tradeoff"))
@@ -137,9 +137,9 @@ def test_growth_end_to_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_schedules_on_paper() -> None:
-    costs = Costs(step_fixed=1.0, step_row=0.0, pass_fixed=4.0, pass_token=0.0)
+    costs = Costs(draft_fixed=1.0, draft_row=0.0, verify_fixed=4.0, verify_token=0.0)
     right: list[tuple[float, bool]] = [(9.0, False)] * 8
-    window = MarginGateConfig(schedule="window", window=5)
+    window = MarginGateConfig(schedule="fixed", num_draft_tokens=4)
     # Two cycles of four drafts and one token more would give ten; the text has eight behind its first.
     played = schedule_replay.play([right], window, costs)
     assert (played.steps, played.passes, played.wasted) == (4 + 2, 2, 0)
@@ -147,9 +147,9 @@ def test_schedules_on_paper() -> None:
     flip = [(9.0, False), (0.0, True), (9.0, False), (9.0, False), *right[:4]]
     played = schedule_replay.play([flip], window, costs)
     assert played.wasted == 2, "two drafts stand behind the flip"
-    alone = schedule_replay.play([flip], MarginGateConfig(window=1), costs)
+    alone = schedule_replay.play([flip], MarginGateConfig(num_draft_tokens=0), costs)
     assert (alone.steps, alone.passes, alone.seconds) == (0, 8, 32.0)
-    dear = Costs(step_fixed=9.0, step_row=0.0, pass_fixed=4.0, pass_token=0.0)
+    dear = Costs(draft_fixed=9.0, draft_row=0.0, verify_fixed=4.0, verify_token=0.0)
     assert schedule_replay.play([right], MarginGateConfig(), dear).steps == 0, "a step dearer than a pass"
 
 
@@ -159,7 +159,7 @@ def test_timing_programs_end_to_end(
     program: Any, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--model", str(tiny_checkpoint), "--dataset", "chat", "--limit", "2", "--new-tokens", "4"]
-    monkeypatch.setattr(cost, "DEFAULT", ("off", "always", "certified"))
+    monkeypatch.setattr(cost, "DEFAULT", ("off", "always", "exact"))
     monkeypatch.setattr(sys, "argv", ["program", *arguments, "--repeats", "1", "--out", str(tmp_path / "out")])
     program.main()
     (result,) = (tmp_path / "out").glob("*.json")
@@ -207,8 +207,8 @@ def test_peak_memory_is_that_of_the_process_alone() -> None:
 def test_memory_is_told_with_and_without_the_copy_of_the_weights() -> None:
     used = {
         "stock, static, sorted": [104.0, 100.0, 99.0],
-        "certified, engine": [180.0],
-        "certified, engine, no FP32 copy": [110.0],
+        "exact, engine": [180.0],
+        "exact, engine, no FP32 copy": [110.0],
     }
     lines = batching._memory(used, 60.0)
     assert lines[-3:] == [

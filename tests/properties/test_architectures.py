@@ -27,7 +27,7 @@ def model_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_certified(name: str) -> None:
+def test_supported(name: str) -> None:
     model = model_of(name)
     before = (model.config._attn_implementation, model.config._experts_implementation)
     expected = [canonical(model, prompt, 12) for prompt in PROMPTS]
@@ -101,5 +101,5 @@ def test_refused_by_name(name: str) -> None:
 
 def test_the_table_in_the_docs_is_this_test() -> None:
     page = (Path(__file__).parents[2] / "docs" / "supported_models.md").read_text()
-    tested = set(re.findall(r"`tests/properties/test_architectures.py::test_certified\[([\w-]+)\]`", page))
+    tested = set(re.findall(r"`tests/properties/test_architectures.py::test_supported\[([\w-]+)\]`", page))
     assert tested == set(CONFIGS)

@@ -42,8 +42,13 @@ OPTIONS: dict[str, st.SearchStrategy] = {
 }
 GATES = st.one_of(
     st.just(True),
-    st.builds(MarginGateConfig, window=st.integers(1, 9), kv_planes=st.integers(1, 3), seed=st.sampled_from([None, 4])),
-    st.sampled_from([{"window": 3}, {"window": -1}, {"widow": 3}, {"seed": [1, 2]}, "on", 7]),
+    st.builds(
+        MarginGateConfig,
+        num_draft_tokens=st.integers(0, 8),
+        kv_dtype=st.sampled_from(["auto", "split", "float32"]),
+        seed=st.sampled_from([None, 4]),
+    ),
+    st.sampled_from([{"num_draft_tokens": 2}, {"num_draft_tokens": -2}, {"widow": 3}, {"seed": [1, 2]}, "on", 7]),
     st.just(MarginGateConfig(coverage="gated")),
 )
 

@@ -35,7 +35,9 @@ def test_texts_longer_than_the_window(gemma: tuple[Any, Any]) -> None:
     assert len(prompts[0]) > 512 + 64
     together = run_batch(model, prompts, NEW_TOKENS)
     for index, (prompt, run) in enumerate(zip(prompts, together, strict=True)):
-        assert_same(run, run_batch(model, [prompt], NEW_TOKENS, MarginGateConfig(window=5))[0], f"prompt {index}")
+        assert_same(
+            run, run_batch(model, [prompt], NEW_TOKENS, MarginGateConfig(num_draft_tokens=4))[0], f"prompt {index}"
+        )
     assert_same(together[1], canonical(model, prompts[1], NEW_TOKENS))
     text = [*prompts[0], *together[0].tokens[:-1]]
     with torch.no_grad():

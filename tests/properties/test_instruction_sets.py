@@ -32,7 +32,7 @@ prompts = random_prompts([33, 1, 12, 70, 5])
 for name in ("llama", "mixtral"):
     model = enable(tiny_model(name))
     for precision in ("float32", "bfloat16"):
-        gate = MarginGateConfig(precision=precision, schedule="window", window=5)
+        gate = MarginGateConfig(precision=precision, schedule="fixed", num_draft_tokens=4)
         assert not verifier_for(model, gate).passed_over, verifier_for(model, gate).passed_over
         for prompt, run in zip(prompts, run_batch(model, prompts, 8, gate)):
             assert_same(run, canonical(model, prompt, 8, gate), f"{name}, {precision}, {len(prompt)} tokens")

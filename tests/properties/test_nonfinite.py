@@ -10,6 +10,7 @@ import torch
 from bitwise import Run, assert_same, padded, run_batch
 from fault_injection import disturbed_drafts
 from margingate_hf import MarginGateConfig, MarginGateEngine, enable
+from margingate_hf.config import KV_DTYPES
 from margingate_hf.decoding.accept import leading_finite
 from margingate_hf.forward.context import Segment
 from margingate_hf.kv_cache.formats import largest_held, round_to_planes, split_planes
@@ -17,7 +18,7 @@ from margingate_hf.verifier import verifier_for
 from tiny import random_prompts, tiny_model
 
 POISON = 7
-GATE = MarginGateConfig(schedule="window", window=8)
+GATE = MarginGateConfig(schedule="fixed", num_draft_tokens=7)
 PROMPTS = [[token if token != POISON else 8 for token in prompt] for prompt in random_prompts([30, 12, 75], seed=2)]
 
 
@@ -68,8 +69,8 @@ def test_earlier_positions_of_the_same_forward_are_untouched(kind: str) -> None:
     verifier = verifier_for(model, GATE)
     tail = [POISON, *PROMPTS[1]]
     with torch.no_grad():
-        clean = verifier.run(verifier.new_cache(1, 2), [Segment(0, 0, PROMPTS[0])])
-        cache = verifier.new_cache(1, 2)
+        clean = verifier.run(verifier.new_cache(1, "split"), [Segment(0, 0, PROMPTS[0])])
+        cache = verifier.new_cache(1, "split")
         mixed = verifier.run(cache, [Segment(0, 0, [*PROMPTS[0], *tail])])
     assert torch.equal(mixed[: len(PROMPTS[0])], clean)
     assert torch.isnan(mixed[len(PROMPTS[0]) :]).all()
@@ -78,10 +79,10 @@ def test_earlier_positions_of_the_same_forward_are_untouched(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nan", "overflow"])
-@pytest.mark.parametrize("planes", [1, 2, 3])
-def test_a_later_text_of_the_row_is_untouched(kind: str, planes: int) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_later_text_of_the_row_is_untouched(kind: str, kv_dtype: str) -> None:
     model = poisoned(kind)
-    gate = GATE.update(kv_planes=planes)
+    gate = GATE.update(kv_dtype=kv_dtype)
     right = generate(model, PROMPTS[:1], margin_gate=gate)
     first = generate(model, [[*PROMPTS[0][:25], POISON, *PROMPTS[0][25:]]], margin_gate=gate)
     again = generate(model, PROMPTS[:1], margin_gate=gate, cache=first.cache)
@@ -92,7 +93,7 @@ def test_a_later_text_of_the_row_is_untouched(kind: str, planes: int) -> None:
 def test_a_poisoned_draft_moves_no_token() -> None:
     """A wrong draft may be the poisoned token itself; the verifier drops it like any other."""
     model = poisoned("nan")
-    expected = run_batch(model, PROMPTS, 10, GATE.update(window=1))
+    expected = run_batch(model, PROMPTS, 10, GATE.update(num_draft_tokens=0))
 
     def hook(module: Any, args: Any, output: Any) -> Any:
         return output
@@ -118,7 +119,7 @@ def _drafts_poison(module: Any, args: Any, output: Any) -> Any:
 def test_the_engine_reports_it_and_keeps_nothing_of_it() -> None:
     model = poisoned("nan")
     shared = PROMPTS[2]
-    engine = MarginGateEngine(model, GATE, max_rows=2)
+    engine = MarginGateEngine(model, GATE, max_batch_size=2)
     bad = [*shared[:40], POISON, *shared[40:]]
     out = engine.generate([bad, shared], max_new_tokens=6, do_sample=False)
     assert out["req_0"].status.name == "FAILED" and "not finite" in out["req_0"].error
@@ -137,7 +138,8 @@ def test_values_beyond_one_fp16_plane_are_held_in_two() -> None:
             layer.self_attn.o_proj.weight.mul_(1e-4)
     enable(model)
     two, three = (
-        generate(model, random_prompts([20], seed=2), margin_gate=GATE.update(kv_planes=planes)) for planes in (2, 3)
+        generate(model, random_prompts([20], seed=2), margin_gate=GATE.update(kv_dtype=name))
+        for name in ("split", "float32")
     )
     assert max(store.exact.abs().max() for layer in two.cache.layers for store in layer.stores) > 65504
     assert torch.isfinite(torch.stack(two.logits)).all() and not two.margin_gate.notes

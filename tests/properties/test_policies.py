@@ -31,7 +31,9 @@ def statistics_of(model: Any, config: MarginGateConfig | None, prompts: list[lis
     return out.margin_gate
 
 
-@pytest.mark.parametrize("preset", [name for name, fields in PRESETS.items() if fields is not None and name != "paper"])
+@pytest.mark.parametrize(
+    "preset", [name for name, preset in PRESETS.items() if preset.fields is not None and name != "paper"]
+)
 def test_covered_presets_give_the_canonical_bits(preset: str) -> None:
     model = enable(tiny_model("llama"))
     config = MarginGateConfig.preset(preset)
@@ -40,7 +42,9 @@ def test_covered_presets_give_the_canonical_bits(preset: str) -> None:
             assert_same(run, canonical(model, prompt, NEW_TOKENS, config), f"{preset}, {len(prompt)} tokens")
 
 
-@pytest.mark.parametrize("config", [MarginGateConfig(schedule="step"), MarginGateConfig(rows_per_pass=2, window=4)])
+@pytest.mark.parametrize(
+    "config", [MarginGateConfig(schedule="step"), MarginGateConfig(verify_batch_size=2, num_draft_tokens=3)]
+)
 def test_settings_of_passes_change_no_bit(config: MarginGateConfig) -> None:
     model = enable(tiny_model("mistral"))
     for prompt, run in zip(PROMPTS, run_batch(model, PROMPTS, NEW_TOKENS, config), strict=True):
@@ -50,15 +54,15 @@ def test_settings_of_passes_change_no_bit(config: MarginGateConfig) -> None:
 def test_always_on_verifies_every_step_of_every_row_alone(llama: Any) -> None:
     always = statistics_of(llama, MarginGateConfig.preset("always"))
     steps = sum(row.new_tokens - 1 for row in always.rows)  # a prompt's own pass gives the first token
-    assert always.passes == always.verified_tokens == always.row_steps == always.repaired_columns == steps
+    assert always.verify_forwards == always.verified_tokens == always.drafted_tokens == always.repaired_columns == steps
     together = statistics_of(llama, MarginGateConfig(schedule="step"))
-    assert together.passes == together.fast_steps == NEW_TOKENS - 1
+    assert together.verify_forwards == together.draft_steps == NEW_TOKENS - 1
     assert always.wasted_tokens == together.wasted_tokens == 0
 
 
 def test_verifier_only_presets_draft_nothing(llama: Any) -> None:
     for preset in ("layercast", "invariant"):
-        assert statistics_of(llama, MarginGateConfig.preset(preset)).row_steps == 0
+        assert statistics_of(llama, MarginGateConfig.preset(preset)).drafted_tokens == 0
 
 
 def test_off_is_stock_generate(llama: Any) -> None:
@@ -81,7 +85,7 @@ def test_nothing_beyond_the_drafts_is_committed_unread() -> None:
 # BF16 operands
 
 
-SHORT = MarginGateConfig(precision="bfloat16", window=5, schedule="window")
+SHORT = MarginGateConfig(precision="bfloat16", num_draft_tokens=4, schedule="fixed")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gpt2", "gemma2", "mixtral"])
@@ -123,7 +127,7 @@ def test_short_operands_are_rounded_ones_and_the_head_is_whole() -> None:
 
 
 def test_the_text_of_short_operands_has_another_identity(llama: Any) -> None:
-    plans_of = [statistics_of(llama, config).plan for config in (SHORT, MarginGateConfig(schedule="window"))]
+    plans_of = [statistics_of(llama, config).plan for config in (SHORT, MarginGateConfig(schedule="fixed"))]
     assert "bfloat16-operands" in plans_of[0] and "bfloat16" not in plans_of[1]
     out = llama.generate(
         **padded(PROMPTS), max_new_tokens=3, do_sample=False, margin_gate=SHORT, return_dict_in_generate=True

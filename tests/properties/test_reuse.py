@@ -75,8 +75,8 @@ def test_refusals_name_what_differs(llama: Any) -> None:
     before = list(first.cache.verified)
     with pytest.raises(ValueError, match="`cache`='MarginGateCache of 3 rows'.*has 2"):
         call(llama, PROMPTS[:2], first.cache)
-    with pytest.raises(ValueError, match="2 planes.*`kv_planes` is 3"):
-        call(llama, PROMPTS, first.cache, margin_gate=MarginGateConfig(kv_planes=3))
+    with pytest.raises(ValueError, match="kv_dtype='split'.*asks for 'float32'"):
+        call(llama, PROMPTS, first.cache, margin_gate=MarginGateConfig(kv_dtype="float32"))
     llama.lm_head.weight.data[0] += 1
     with pytest.raises(ValueError, match="computed with weights"):
         call(llama, PROMPTS, first.cache)

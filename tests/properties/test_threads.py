@@ -24,9 +24,9 @@ from tiny import random_prompts, tiny_model
 PROMPTS = random_prompts([9, 30, 4, 17])
 NEW_TOKENS = 10
 SETTINGS = {
-    "float32": MarginGateConfig(schedule="window", window=4),
-    "bfloat16 operands": MarginGateConfig(precision="bfloat16", schedule="window", window=3),
-    "one plane": MarginGateConfig(kv_planes=1, schedule="margin", window=5),
+    "float32": MarginGateConfig(schedule="fixed", num_draft_tokens=3),
+    "bfloat16 operands": MarginGateConfig(precision="bfloat16", schedule="fixed", num_draft_tokens=2),
+    "one plane": MarginGateConfig(kv_dtype="auto", schedule="margin", num_draft_tokens=4),
 }
 
 
@@ -161,7 +161,7 @@ def test_a_self_test_beside_a_running_call_and_stock_calls() -> None:
     """The fault that left attention without a mask: a second setting is used for the first time beside a long call."""
     model = enable(tiny_model("llama"))
     stock = stock_logits(model)
-    gate = MarginGateConfig(window=2, schedule="window")
+    gate = MarginGateConfig(num_draft_tokens=1, schedule="fixed")
     expected = run_batch(model, PROMPTS[:1], 120, gate)[0]
     found: list[Any] = []
     moved: list[bool] = []
@@ -253,7 +253,7 @@ def test_one_engine_in_three_threads() -> None:
     prompts = [[*shared, *tail] for tail in random_prompts([3, 9, 20, 5], seed=9)]
     expected = [run_batch(model, [prompt], 6, gate)[0].tokens for prompt in prompts]
     per_block = 3 * 2 * 2 * 16 * 32 * 4
-    engine = MarginGateEngine(model, gate, max_rows=2, prefix_bytes=5 * per_block)
+    engine = MarginGateEngine(model, gate, max_batch_size=2, prefix_bytes=5 * per_block)
     wrong: list[Any] = []
 
     def work() -> None:
@@ -273,7 +273,7 @@ def test_one_engine_in_three_threads() -> None:
 
 
 def test_cancel_names_a_run_where_two_are_live() -> None:
-    engine = MarginGateEngine(enable(tiny_model("llama")), SETTINGS["float32"], max_rows=2)
+    engine = MarginGateEngine(enable(tiny_model("llama")), SETTINGS["float32"], max_batch_size=2)
     first, second = (engine.iterate(PROMPTS[:2], max_new_tokens=30, do_sample=False) for _ in range(2))
     with pytest.raises(ValueError, match="'req_1' is in 2 runs of this engine"):
         engine.cancel("req_1")

@@ -16,7 +16,7 @@ from margingate_hf import MarginGateConfig, MarginGateEngine, enable
 from margingate_hf.verifier import forget_verifiers, verifier_for
 from tiny import random_prompts, tiny_model
 
-GATE = MarginGateConfig(schedule="window", window=6)
+GATE = MarginGateConfig(schedule="fixed", num_draft_tokens=5)
 PROMPTS = random_prompts([40, 9, 21, 5])
 
 
@@ -117,7 +117,7 @@ def test_what_no_forward_reads_is_the_same_model() -> None:
 def test_adapters_added_later_are_tested_anew(rank: int) -> None:
     """A verdict is of a structure: the products of new layers were not in it."""
     model = enable(tiny_model("llama"))
-    gate = MarginGateConfig(precision="bfloat16", schedule="window", window=6)
+    gate = MarginGateConfig(precision="bfloat16", schedule="fixed", num_draft_tokens=5)
     before = verifier_for(model, gate)
     config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
     tuned = get_peft_model(model, config).eval()
@@ -171,7 +171,7 @@ def test_names_that_cannot_be_honoured() -> None:
     model = lora(("one", "two"))
     with pytest.raises(ValueError, match="`adapter_names`.*one name for each of the 4 rows"):
         generate(model, PROMPTS, adapter_names=["one"])
-    with pytest.raises(ValueError, match='`adapter_names`.*coverage="full"'):
+    with pytest.raises(ValueError, match='`adapter_names`.*coverage="exact"'):
         generate(model, PROMPTS, adapter_names=NAMES, margin_gate={"coverage": "gated"})
 
 
@@ -207,7 +207,7 @@ def test_dora_and_adapters_in_bf16(fields: dict[str, Any]) -> None:
 def test_weights_changed_while_an_iteration_is_paused_poison_nothing() -> None:
     model = enable(tiny_model("llama", seed=4))
     prompts = random_prompts([70, 75], seed=1)
-    engine = MarginGateEngine(model, GATE, max_rows=2)
+    engine = MarginGateEngine(model, GATE, max_batch_size=2)
     run = engine.iterate(prompts, max_new_tokens=12, do_sample=False, stop=lambda prompt, new: prompt == prompts[0])
     first = next(run)
     assert first.error is None
@@ -223,7 +223,7 @@ def test_weights_changed_while_an_iteration_is_paused_poison_nothing() -> None:
 def test_a_run_bound_to_older_weights_gives_nothing_to_the_store() -> None:
     model = enable(tiny_model("llama", seed=4))
     prompts = random_prompts([70, 75], seed=1)
-    engine = MarginGateEngine(model, GATE, max_rows=2)
+    engine = MarginGateEngine(model, GATE, max_batch_size=2)
     paused = engine.iterate(prompts, max_new_tokens=12, do_sample=False, stop=lambda prompt, new: prompt == prompts[0])
     next(paused)
     with torch.no_grad():

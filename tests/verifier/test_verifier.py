@@ -47,7 +47,7 @@ def logits_of(model: Any, config: MarginGateConfig | None = None, plans: Any = C
     config = config or MarginGateConfig()
     verifier = verifier_for(model, config, plans)
     with torch.no_grad():
-        return verifier.run(verifier.new_cache(1, config.kv_planes), [Segment(0, 0, PROMPT)])
+        return verifier.run(verifier.new_cache(1, config.kv_dtype), [Segment(0, 0, PROMPT)])
 
 
 # Closeness
@@ -59,9 +59,9 @@ def test_logits_are_close_to_float64(name: str) -> None:
     model = tiny_model(name, scale=8.0)
     with torch.no_grad():
         exact = reference_logits(model, PROMPT, torch.float64)
-    for planes, allowed in ((3, 2e-5), (2, 1e-3), (1, 0.3)):
-        error = (logits_of(model, MarginGateConfig(kv_planes=planes)) - exact).norm() / exact.norm()
-        assert error < allowed, f"{planes} planes: {error:.1e}"
+    for kv_dtype, allowed in (("float32", 2e-5), ("split", 1e-3), ("auto", 0.3)):
+        error = (logits_of(model, MarginGateConfig(kv_dtype=kv_dtype)) - exact).norm() / exact.norm()
+        assert error < allowed, f"{kv_dtype}: {error:.1e}"
 
 
 def test_plans_agree_up_to_rounding() -> None:
@@ -77,7 +77,7 @@ def test_plans_agree_up_to_rounding() -> None:
 def test_a_model_that_computes_with_the_cache_is_given_its_own_dtype(name: str, transforms_cached_kv: bool) -> None:
     model = tiny_model(name)
     verifier = verifier_for(model, MarginGateConfig())
-    cache = verifier.new_cache(1, 2)
+    cache = verifier.new_cache(1, "split")
     with torch.no_grad():
         verifier.run(cache, [Segment(0, 0, PROMPT)])
     assert verifier.transforms_cached_kv == transforms_cached_kv
@@ -448,7 +448,7 @@ def test_it_runs_once_for_a_model() -> None:
     model = tiny_model("llama")
     with mock.patch("margingate_hf.verifier.selftest.self_test", return_value=None) as ran:
         first = verifier_for(model, MarginGateConfig())
-        assert verifier_for(model, MarginGateConfig(window=3)) is first
+        assert verifier_for(model, MarginGateConfig(num_draft_tokens=2)) is first
         assert ran.call_count == 1
         forget_verifiers(model)
         assert verifier_for(model, MarginGateConfig()) is not first

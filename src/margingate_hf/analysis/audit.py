@@ -244,7 +244,7 @@ class _Auditor:
         inputs = [self._inputs([prompt])["input_ids"][0].tolist() for prompt in self.prompts]
         moved: set[int] = set()
         for size in [1, *sizes]:
-            engine = MarginGateEngine(self.model, config, max_rows=size, prefix_bytes=0)
+            engine = MarginGateEngine(self.model, config, max_batch_size=size, prefix_bytes=0)
             outputs = engine.generate(inputs, max_new_tokens=self.new_tokens, do_sample=False)
             for prompt, output in enumerate(outputs.values()):
                 if size == 1:

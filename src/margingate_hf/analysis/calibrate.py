@@ -105,7 +105,7 @@ def collect(
     progress_bar: bool = False,
 ) -> list[Observation]:
     """Decodes the canonical texts and observes the fast path on them; arguments as for [`calibrate`]."""
-    engine = MarginGateEngine(model, MarginGateConfig(precision=precision), max_rows=max(batch_sizes))
+    engine = MarginGateEngine(model, MarginGateConfig(precision=precision), max_batch_size=max(batch_sizes))
     with tqdm(total=1 + len(batch_sizes), disable=not progress_bar, desc="calibrating", unit="run") as bar:
         bar.set_postfix_str("canonical texts")
         outputs = engine.generate(prompts, max_new_tokens=max_new_tokens, do_sample=False)

@@ -162,7 +162,7 @@ class _Stored:
         self.output = stored.output
         self.receipt = None if stored.receipt is None else Receipt.from_dict(stored.receipt)
         self.gate = self._settings(margin_gate)
-        if self.gate.coverage != "full":
+        if self.gate.coverage != "exact":
             raise refuse("coverage", self.gate.coverage, "only a fully verified text is canonical")
         arguments = dict(stored.arguments)
         if self.receipt is not None:
@@ -254,7 +254,7 @@ def _check_ids(model: Any, index: int, name: str, tokens: Sequence[int]) -> None
 def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
     gate = part[0].gate
     verifier = verifier_for(model, gate)
-    cache = verifier.new_cache(len(part), gate.kv_planes)
+    cache = verifier.new_cache(len(part), gate.kv_dtype)
     for slot, one in enumerate(part):
         cache.long_rows[slot] = verifier.architecture.needs_long_table(one.row.request.length)
         cache.adapters[slot] = one.row.request.adapter
@@ -266,7 +266,7 @@ def _judge(model: Any, part: list[_Stored]) -> Iterator[Replay]:
             result = _first_difference(one, piece, verifier.backend)
             result.changed = one.changed(verifier)
             result.canonical = result.index is None and not result.changed
-            result.notes = one.notes(f"{verifier.name}/planes{gate.kv_planes}")
+            result.notes = one.notes(f"{verifier.name}/kv-{gate.kv_dtype}")
             yield result
 
 

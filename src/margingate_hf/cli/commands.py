@@ -22,7 +22,7 @@ def demo(options: argparse.Namespace) -> tuple[str, int]:
         options.batch_sizes,
         options.max_new_tokens,
         options.prompts,
-        MarginGateConfig(window=options.window, threshold=options.threshold),
+        MarginGateConfig(num_draft_tokens=options.num_draft_tokens, threshold=options.threshold),
         progress=not options.no_progress,
     )
     return report, 0 if invariant else 1

@@ -127,7 +127,7 @@ def _row(result: Decoded, alone: Decoded, plain_seconds: float) -> tuple[str, ..
     first = "-" if parted.first is None else f"token {parted.first}"
     margin = "-" if parted.margin is None else f"{parted.margin:.3f}"
     speed = f"{result.new_tokens / result.seconds:.1f}"
-    drafts = sum(statistics.row_steps for statistics in result.statistics)
+    drafts = sum(statistics.drafted_tokens for statistics in result.statistics)
     low = sum(statistics.low_margin_steps for statistics in result.statistics)
     flips = sum(statistics.flips for statistics in result.statistics)
     rates = (f"{low / drafts:.1%}", f"{flips / drafts:.1%}") if drafts else ("-", "-")

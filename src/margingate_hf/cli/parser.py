@@ -45,7 +45,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", type=_batch_sizes, default=[1, 2, 4, 8, 16], metavar="1,2,...")
     parser.add_argument("--max-new-tokens", type=_positive, default=24)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help=f"how many of the {len(PROMPTS)} prompts")
-    parser.add_argument("--window", type=int, default=MarginGateConfig.window)
+    parser.add_argument("--num-draft-tokens", type=int, default=MarginGateConfig.num_draft_tokens)
     parser.add_argument("--threshold", type=float, default=MarginGateConfig.threshold)
 
 

@@ -162,7 +162,7 @@ def check_length(architecture: Architecture, length: int, row: int, coverage: st
             "coverage",
             "gated",
             f"{reaches}, and the fast prefill takes its rotary table from the longest prompt; "
-            'use coverage="full", or shorten it',
+            'use coverage="exact", or shorten it',
         )
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Costs:
     """
-    Seconds on this machine: a fast step takes `step_fixed + step_row * rows`, a pass `pass_fixed + pass_token *
+    Seconds on this machine: a fast step takes `draft_fixed + draft_row * rows`, a pass `verify_fixed + verify_token *
     tokens`.
     """
 
-    step_fixed: float
-    step_row: float
-    pass_fixed: float
-    pass_token: float
+    draft_fixed: float
+    draft_row: float
+    verify_fixed: float
+    verify_token: float
 
 
 @dataclass
@@ -67,13 +67,13 @@ class CostMeter:
     warm: bool = False
     idle: int = 0
 
-    def add_step(self, rows: int, seconds: float) -> None:
+    def add_draft_step(self, rows: int, seconds: float) -> None:
         """A fast step of so many rows."""
         if self.warm:
             self.steps.add(rows, seconds)
         self.warm, self.idle = True, 0
 
-    def add_pass(self, tokens: int, seconds: float) -> None:
+    def add_verify(self, tokens: int, seconds: float) -> None:
         """A verifier pass over so many tokens."""
         self.passes.add(tokens, seconds)
         self.idle += 1

@@ -52,7 +52,7 @@ class ExactCoverage:
         if all(row.committed for row in active):
             self.draft()
         parts = run.reader.parts([row for row in active if not row.done], beyond=gate.schedule != "step")
-        size = gate.rows_per_pass or max(1, len(parts))
+        size = gate.verify_batch_size or max(1, len(parts))
         for start in range(0, len(parts), size):
             group = parts[start : start + size]
             started = time.perf_counter()
@@ -72,9 +72,9 @@ class ExactCoverage:
             found = run.best(rows, self.steps.step(rows), _draft_scores)
             for row, token, margin in zip(rows, *found, strict=True):
                 row.add_draft(token, margin, gate.threshold, run.calibrated.flips)
-            run.statistics.fast_steps += 1
-            run.statistics.row_steps += len(rows)
-            self.meter.add_step(len(rows), time.perf_counter() - began)
+            run.statistics.draft_steps += 1
+            run.statistics.drafted_tokens += len(rows)
+            self.meter.add_draft_step(len(rows), time.perf_counter() - began)
             if any(row.done for row in rows):  # its own processor has failed
                 break
         run.statistics.decode_seconds += time.perf_counter() - started
@@ -119,9 +119,9 @@ class ExactCoverage:
         if of_prompt:
             statistics.prefill_seconds += seconds
         else:
-            statistics.passes += 1
+            statistics.verify_forwards += 1
             statistics.verify_seconds += seconds
-            self.meter.add_pass(decoded, seconds)
+            self.meter.add_verify(decoded, seconds)
 
 
 def _draft_scores(row: Row, logits: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,9 @@ class GatedCoverage:
         else:
             rows = list(run.slots.active)
             logits = self.steps.step(rows)
-            run.statistics.fast_steps += 1
+            run.statistics.draft_steps += 1
             run.statistics.decode_seconds += time.perf_counter() - started
-        run.statistics.row_steps += len(rows)
+        run.statistics.drafted_tokens += len(rows)
         found = run.best(rows, logits, _scores)
         steps = [Step(*parts) for parts in zip(rows, *found, logits, strict=True)]
         self.judge(steps)
@@ -128,10 +128,10 @@ class GatedCoverage:
         run, gate = self.run, self.run.request.gate
         started = time.perf_counter()
         low = [step for step in steps if is_low(step.margin, gate.threshold) and not step.row.done]
-        size = 1 if gate.reference == "alone" else gate.rows_per_pass or max(1, len(low))
+        size = 1 if gate.reference == "alone" else gate.verify_batch_size or max(1, len(low))
         for start in range(0, len(low), size):
             part = low[start : start + size]
-            before = [run.cache.export_columns(step.row.slot, step.position, step.position + 1) for step in part]
+            before = [run.cache.export_entries(step.row.slot, step.position, step.position + 1) for step in part]
             if gate.reference == "alone":
                 step = part[0]
                 logits = self.steps.forward(step.row.slot, [step.last], [step.position], step.row.request.adapter)
@@ -141,7 +141,7 @@ class GatedCoverage:
             found = run.best([step.row for step in part], logits, _scores)
             for one in zip(part, before, *found, logits, strict=True):
                 self._settle(*one)
-            run.statistics.passes += 1
+            run.statistics.verify_forwards += 1
             run.statistics.verified_tokens += len(part)
         run.statistics.verify_seconds += time.perf_counter() - started
 
@@ -149,7 +149,7 @@ class GatedCoverage:
         counts = step.row.counts
         counts.low_margin_steps += 1
         if token == step.token:
-            self.run.cache.load_columns(step.row.slot, step.position, before)
+            self.run.cache.load_entries(step.row.slot, step.position, before)
         else:
             counts.flips += 1
             counts.repaired += 1

@@ -24,7 +24,7 @@ from .run import Coverage, Run
 from .slots import BatchSlots
 from .totals import totals
 
-COVERAGES: dict[str, Callable[[Run], Coverage]] = {"full": ExactCoverage, "gated": GatedCoverage}
+COVERAGES: dict[str, Callable[[Run], Coverage]] = {"exact": ExactCoverage, "gated": GatedCoverage}
 
 
 class DecodeLoop:
@@ -65,7 +65,7 @@ class DecodeLoop:
             ),
         )
         self.coverage = (coverage or COVERAGES[request.gate.coverage])(self.run)
-        self.run.statistics.plan = f"{verifier.name}/planes{request.gate.kv_planes}{self.coverage.plan_suffix}"
+        self.run.statistics.plan = f"{verifier.name}/kv-{request.gate.kv_dtype}{self.coverage.plan_suffix}"
         for row in self.rows:  # a processor that cannot be described should fail before the work, not after it
             self.receipt(row)
 
@@ -150,7 +150,7 @@ def _new_cache(verifier: Verifier, request: DecodeRequest) -> MarginGateCache:
     rows = len(request.rows) if request.max_batch_size is None else min(request.max_batch_size, len(request.rows))
     if request.gate.coverage == "gated":
         return verifier.new_gated_cache(rows)
-    return verifier.new_cache(rows, request.gate.kv_planes)
+    return verifier.new_cache(rows, request.gate.kv_dtype)
 
 
 def _with_adapters(weights: str, rows: Sequence[RowRequest]) -> str:

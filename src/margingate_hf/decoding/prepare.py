@@ -279,7 +279,7 @@ class _RowReader:
         if names is None:
             return [None] * self.count
         if self.gate.coverage == "gated":
-            raise refuse("adapter_names", names, 'it needs coverage="full"; use one adapter for the batch')
+            raise refuse("adapter_names", names, 'it needs coverage="exact"; use one adapter for the batch')
         if len(names) * self.samples == self.count:
             names = [name for name in names for _ in range(self.samples)]
         if len(names) != self.count:

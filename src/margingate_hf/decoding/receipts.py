@@ -18,8 +18,8 @@ from ..version import __version__
 from .rows import Row
 
 # Settings that take part in a token; the others decide speed.
-DECISIVE = ("coverage", "precision", "kv_planes", "strict")
-VERSION = 2
+DECISIVE = ("coverage", "precision", "kv_dtype", "strict")
+VERSION = 3
 REASONS = ("eos", "length", "stop", "error", "cancelled")
 
 

@@ -16,8 +16,8 @@ FLIP_AT_TIE = 0.5
 FLIP_DECAY = 0.15
 # The same for a draft whose margin is not known yet.
 FLIP_BEFORE_DRAFT = 0.025
-# What the cost schedule fills while it has measured neither a step nor a pass.
-UNMEASURED_WINDOW = 8
+# What the cost schedule drafts while it has measured neither a draft step nor a verify forward.
+UNMEASURED_DRAFTS = 7
 
 
 def flip_probability(margin: float) -> float:
@@ -74,21 +74,17 @@ def should_verify(rows: Sequence[Pending], config: MarginGateConfig, costs: Cost
     """
     Whether to verify all rows now rather than draft one more token each.
 
-    A pass reads a row's drafts and the token before them, so `window` tokens mean `window - 1` drafts. Under
-    `schedule="step"` it reads the token before the one draft alone, and gives nothing beyond it.
-
     Args:
         rows (`Sequence[Pending]`): the rows still decoding.
-        config ([`MarginGateConfig`]): `window`, `schedule`, `low_margin_limit`.
-        costs ([`Costs`], *optional*): measured times, for `schedule="cost"`; without them that schedule fills a short
-            window.
+        config ([`MarginGateConfig`]): `num_draft_tokens`, `schedule`, `low_margin_limit`.
+        costs ([`Costs`], *optional*): measured times, for `schedule="cost"`; without them that schedule drafts a few.
     """
-    if config.schedule == "step" and config.window > 1:
+    if config.schedule == "step" and config.num_draft_tokens:
         return any(row.drafts for row in rows)
     unmeasured = config.schedule == "cost" and costs is None
-    window = min(config.window, UNMEASURED_WINDOW) if unmeasured else config.window
+    most = min(config.num_draft_tokens, UNMEASURED_DRAFTS) if unmeasured else config.num_draft_tokens
     for row in rows:
-        if row.would_end or row.drafts + 1 >= window:
+        if row.would_end or row.drafts >= most:
             return True
         if config.schedule == "margin" and row.low >= config.low_margin_limit:
             return True
@@ -105,9 +101,9 @@ def drafting_pays(rows: Sequence[Pending], costs: Costs) -> bool:
     from step to step.
     """
     count = len(rows)
-    step = costs.step_fixed + costs.step_row * count + costs.pass_token * count
-    spent = max(row.drafts for row in rows) * (costs.step_fixed + costs.step_row * count)
-    spent += costs.pass_fixed + costs.pass_token * sum(row.drafts + 1 for row in rows)
+    step = costs.draft_fixed + costs.draft_row * count + costs.verify_token * count
+    spent = max(row.drafts for row in rows) * (costs.draft_fixed + costs.draft_row * count)
+    spent += costs.verify_fixed + costs.verify_token * sum(row.drafts + 1 for row in rows)
     expected = sum(row.expected for row in rows)
     gain = (1.0 - FLIP_BEFORE_DRAFT) * sum(row.survival for row in rows)
     return gain * spent > expected * step

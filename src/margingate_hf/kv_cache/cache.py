@@ -1,6 +1,6 @@
 """A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
 
-Each layer keeps keys and values in a [`ColumnStore`] each, in the format of the device's backend. A fast step writes
+Each layer keeps keys and values in a [`KVStore`] each, in the format of the device's backend. A fast step writes
 what the fast path reads; a verifier pass writes over it, which is the column repair.
 """
 
@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ..forward.context import VerifyContext, current_context, whole_blocks
 from ..forward.fixed_plan import fixed_plan
-from .formats import round_to_planes
-from .stores import ColumnStore, cpu_store
+from .formats import PLANES, round_to_planes
+from .stores import KVStore, cpu_store
 
 
 class MarginGateLayer(DynamicLayer):
@@ -31,7 +31,7 @@ class MarginGateLayer(DynamicLayer):
     def __init__(self, cache: MarginGateCache):
         super().__init__()
         self._cache = cache
-        self.stores: tuple[ColumnStore, ColumnStore] | None = None
+        self.stores: tuple[KVStore, KVStore] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """
@@ -46,7 +46,7 @@ class MarginGateLayer(DynamicLayer):
                 cache.capacity,
                 states.shape[-1],
                 cache.dtype,
-                cache.kv_planes,
+                cache.planes,
                 self.device,
             )
             for states in (key_states, value_states)
@@ -54,7 +54,7 @@ class MarginGateLayer(DynamicLayer):
         self._hold(keys, values)
         self.is_initialized = True
 
-    def _hold(self, keys: ColumnStore, values: ColumnStore) -> None:
+    def _hold(self, keys: KVStore, values: KVStore) -> None:
         self.stores = keys, values
         self.keys, self.values = keys.draft, values.draft  # where transformers' own code looks for them
 
@@ -76,7 +76,7 @@ class MarginGateLayer(DynamicLayer):
                 `[rows, heads, 1, dim]` in a fast step, the model's dtype).
 
         Returns:
-            What the registered attention reads, see [`ColumnStore`]. Views, no copies.
+            What the registered attention reads, see [`KVStore`]. Views, no copies.
 
         Raises:
             `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
@@ -99,7 +99,7 @@ class MarginGateLayer(DynamicLayer):
             return keys.write_draft(key_states[:, :, 0], context), values.write_draft(value_states[:, :, 0], context)
 
     @staticmethod
-    def _repair(store: ColumnStore, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
+    def _repair(store: KVStore, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
         """
         Writes keys or values, float32 `[1, heads, tokens, dim]`. Tokens whose values the store cannot hold are marked:
         whatever is computed from them ends its row by an error, and nothing else is touched.
@@ -172,8 +172,8 @@ class MarginGateCache(DynamicCache):
         n_layers (`int`): attention layers of the model.
         rows (`int`): rows to hold.
         dtype (`torch.dtype`): the model's dtype.
-        kv_planes (`int`, *optional*, defaults to 2): format of committed columns, see [`MarginGateConfig`].
-        new_store (`Callable`, *optional*): makes a [`ColumnStore`], by default the one for exact runs on CPU.
+        kv_dtype (`str`, *optional*, defaults to `"split"`): format of committed columns, see [`MarginGateConfig`].
+        new_store (`Callable`, *optional*): makes a [`KVStore`], by default the one for exact runs on CPU.
 
     Attributes:
         tokens (`list[list[int]]`): ids of the columns each row holds.
@@ -191,15 +191,16 @@ class MarginGateCache(DynamicCache):
         n_layers: int,
         rows: int,
         dtype: torch.dtype,
-        kv_planes: int = 2,
-        new_store: Callable[..., ColumnStore] = cpu_store,
+        kv_dtype: str = "split",
+        new_store: Callable[..., KVStore] = cpu_store,
     ):
         super().__init__()
         if rows < 1:
             raise ValueError(f"`rows` must be at least 1, got {rows}.")
         self.rows = rows
         self.dtype = dtype
-        self.kv_planes = kv_planes
+        self.kv_dtype = kv_dtype
+        self.planes = PLANES[kv_dtype]
         self.new_store = new_store
         self.capacity = 0
         self.identity: CacheIdentity | None = None
@@ -282,7 +283,7 @@ class MarginGateCache(DynamicCache):
             self.reach[slot] = length
 
     @property
-    def column_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Bytes of one column of one row over all layers; 0 before the first pass."""
         return sum(store.nbytes for store in self._stores()) // max(1, self.rows * self.capacity)
 
@@ -342,15 +343,15 @@ class MarginGateCache(DynamicCache):
         self.adapters = [self.adapters[row] for row in rows]
         self.rows = len(rows)
 
-    def export_columns(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
+    def export_entries(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
         return [store.export(slot, start, stop) for store in self._stores()]
 
-    def _stores(self) -> list[ColumnStore]:
+    def _stores(self) -> list[KVStore]:
         """For each layer keys, then values; none before the first pass."""
         return [store for layer in self.layers for store in layer.stores or ()]
 
-    def load_columns(self, slot: int, start: int, columns: Sequence[torch.Tensor]) -> None:
+    def load_entries(self, slot: int, start: int, columns: Sequence[torch.Tensor]) -> None:
         """
         Writes columns that a cache of the same identity has exported; `extend` records them.
         """
@@ -416,7 +417,7 @@ class MarginGateCache(DynamicCache):
                 for store, exact in zip(layer.stores or (), self.committed(index, slot), strict=True):
                     where = f"layer {index}, row {slot}"
                     assert torch.isfinite(exact).all(), f"{where}: a committed column is not finite"
-                    again = round_to_planes(exact, self.dtype, self.kv_planes)
+                    again = round_to_planes(exact, self.dtype, self.planes)
                     assert torch.equal(again, exact), f"{where}: a committed column is not in its planes' format"
                     assert store.repaired(slot, verified), (
                         f"{where}: the fast path reads a column that was not repaired"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+# Planes of the model's dtype that `MarginGateConfig.kv_dtype` stands for; three hold an FP32 value whole.
+PLANES = {"auto": 1, "split": 2, "float32": 3}
+
 
 def split_planes(values: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
     """

@@ -26,7 +26,7 @@ class Block:
     Attributes:
         parent: the block before it, or the root.
         tokens: its token ids.
-        columns: for each layer keys, then values: what [`~margingate_hf.kv_cache.stores.ColumnStore.export`] gave.
+        columns: for each layer keys, then values: what [`~margingate_hf.kv_cache.stores.KVStore.export`] gave.
         children: blocks behind it, by their tokens.
         used: when it was last looked up; larger is later.
     """
@@ -62,7 +62,7 @@ class PrefixCache:
         self.hits = 0
         self.misses = 0
         self.nbytes = 0
-        self._identity: tuple[CacheIdentity | None, int] | None = None
+        self._identity: tuple[CacheIdentity | None, str] | None = None
         self._roots: dict[tuple, Block] = {}  # by what else a row's columns depend on, see `MarginGateCache.variant`
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
@@ -71,12 +71,12 @@ class PrefixCache:
         """Makes the store fit a cache; blocks of other weights, another plan or another format are dropped."""
         with self._lock:
             if not self._fits(cache):
-                self._identity = (cache.identity, cache.kv_planes)
+                self._identity = (cache.identity, cache.kv_dtype)
                 self.clear()
 
     def _fits(self, cache: MarginGateCache) -> bool:
         """Whether the store holds what this cache's columns are. Another run may have bound it to other weights."""
-        return self._identity == (cache.identity, cache.kv_planes)
+        return self._identity == (cache.identity, cache.kv_dtype)
 
     def clear(self) -> None:
         """Drops every block."""
@@ -116,7 +116,7 @@ class PrefixCache:
         cache.reserve(stop)
         columns = [torch.cat(parts, dim=-2) for parts in zip(*(block.columns for block in fresh), strict=True)]
         cache.touch(slot, stop)
-        cache.load_columns(slot, held, columns)
+        cache.load_entries(slot, held, columns)
         cache.extend(slot, held, [token for block in fresh for token in block.tokens], verified=True)
         with self._lock:
             self.hits += stop - held
@@ -142,7 +142,7 @@ class PrefixCache:
                     if wanted is not None and number not in wanted:
                         return
                     start = index * PREFIX_BLOCK
-                    child = Block(block, key, cache.export_columns(slot, start, start + PREFIX_BLOCK))
+                    child = Block(block, key, cache.export_entries(slot, start, start + PREFIX_BLOCK))
                     if not self._make_room(child.nbytes, block):
                         return
                     block.children[key] = child

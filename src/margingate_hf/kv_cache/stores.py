@@ -13,7 +13,7 @@ from .buffers import zeros
 from .formats import largest_held, round_to_planes, split_planes
 
 
-class ColumnStore(ABC):
+class KVStore(ABC):
     """
     Columns of `rows` rows, up to a capacity.
 
@@ -121,7 +121,7 @@ class ColumnStore(ABC):
             if tensor is not None:
                 tensor.movedim(-4, 0)[slot, ..., start:stop, :].zero_()
 
-    def taken(self, rows: Sequence[int]) -> ColumnStore:
+    def taken(self, rows: Sequence[int]) -> KVStore:
         """A new store that holds copies of the given rows, in that order."""
         copy = type(self)(len(rows), self.heads, self.capacity, self.dim, self.dtype, self.planes, self.device)
         for name in self.tensors:
@@ -130,7 +130,7 @@ class ColumnStore(ABC):
                 theirs.movedim(-4, 0).copy_(mine.movedim(-4, 0)[list(rows)])
         return copy
 
-    def grown(self, capacity: int, counts: Sequence[int]) -> ColumnStore:
+    def grown(self, capacity: int, counts: Sequence[int]) -> KVStore:
         """A larger store that holds the same first `counts[slot]` columns of each row."""
         larger = type(self)(self.rows, self.heads, capacity, self.dim, self.dtype, self.planes, self.device)
         for name in self.tensors:
@@ -152,7 +152,7 @@ class ColumnStore(ABC):
                 rows[b] = kept
 
 
-class WholeStore(ColumnStore):
+class WholeStore(KVStore):
     """
     For CPU: one FP32 value for both passes, the planes' sum once a pass has written it, the model's own until then.
 
@@ -168,28 +168,28 @@ class WholeStore(ColumnStore):
 
     @property
     def draft(self) -> torch.Tensor:
-        """See [`ColumnStore`]; float32."""
+        """See [`KVStore`]; float32."""
         return self.exact
 
     def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
-        """See [`ColumnStore`]; returns whole blocks, a view `[rows, heads, length, dim]`."""
+        """See [`KVStore`]; returns whole blocks, a view `[rows, heads, length, dim]`."""
         self.exact[context.slots, :, context.positions] = round_to_planes(states, self.dtype, self.planes)
         return self.exact[: context.n_rows, :, : context.n_blocks * KV_BLOCK]
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
-        """See [`ColumnStore`]; a view."""
+        """See [`KVStore`]; a view."""
         return self.exact[slot, :, :count]
 
     def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
-        """See [`ColumnStore`]; columns are float32 `[heads, count, dim]`."""
+        """See [`KVStore`]; columns are float32 `[heads, count, dim]`."""
         self.exact[slot, :, start : start + columns.shape[1]] = columns
 
     def repaired(self, slot: int, count: int) -> bool:
-        """See [`ColumnStore`]: there is one value."""
+        """See [`KVStore`]: there is one value."""
         return True
 
 
-class PlaneStore(ColumnStore):
+class PlaneStore(KVStore):
     """
     The planes as they are, `[planes, rows, heads, capacity, dim]` in the model's dtype: the fast path reads the first,
     the verifier the sum of all of them. Three planes keep the value whole, in FP32, beside what the fast path reads.
@@ -211,7 +211,7 @@ class PlaneStore(ColumnStore):
 
     @property
     def draft(self) -> torch.Tensor:
-        """See [`ColumnStore`]."""
+        """See [`KVStore`]."""
         return self._planes[0]
 
     @property
@@ -220,7 +220,7 @@ class PlaneStore(ColumnStore):
         return self._planes if self.whole is None else self.whole
 
     def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
-        """See [`ColumnStore`]; returns whole blocks `[rows, heads, length, dim]`, float32."""
+        """See [`KVStore`]; returns whole blocks `[rows, heads, length, dim]`, float32."""
         at = context.slots, slice(None), context.positions
         if self.whole is not None:
             self.whole[0][at] = states
@@ -242,22 +242,22 @@ class PlaneStore(ColumnStore):
         return out
 
     def committed(self, slot: int, count: int) -> torch.Tensor:
-        """See [`ColumnStore`]; a new tensor, the planes' sum."""
+        """See [`KVStore`]; a new tensor, the planes' sum."""
         return self._kept[:, slot, :, :count].float().sum(0)
 
     def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """See [`ColumnStore`]; the planes, `[planes, heads, stop - start, dim]`."""
+        """See [`KVStore`]; the planes, `[planes, heads, stop - start, dim]`."""
         return self._kept[:, slot, :, start:stop].clone()
 
     def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
-        """See [`ColumnStore`]."""
+        """See [`KVStore`]."""
         stop = start + columns.shape[2]
         self._kept[:, slot, :, start:stop] = columns
         if self.whole is not None:
             self._planes[0, slot, :, start:stop], _ = split_planes(columns[0], self.dtype, 2)
 
     def repaired(self, slot: int, count: int) -> bool:
-        """See [`ColumnStore`]: the first plane is one of the committed planes, or the whole value rounded."""
+        """See [`KVStore`]: the first plane is one of the committed planes, or the whole value rounded."""
         if self.whole is None:
             return True
         first, _ = split_planes(self.whole[0, slot, :, :count], self.dtype, 2)
@@ -266,9 +266,9 @@ class PlaneStore(ColumnStore):
 
 def cpu_store(
     rows: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, planes: int, device: torch.device
-) -> ColumnStore:
+) -> KVStore:
     """
-    The store of an exact run on CPU; arguments as for [`ColumnStore`]. One plane is half as large as it stands.
+    The store of an exact run on CPU; arguments as for [`KVStore`]. One plane is half as large as it stands.
     """
     kind = PlaneStore if planes == 1 and dtype != torch.float32 else WholeStore
     return kind(rows, heads, capacity, dim, dtype, planes, device)

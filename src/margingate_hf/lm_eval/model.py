@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 DEFAULT_ROWS = 8  # for `--batch_size auto`, which has nothing to find out here
 COUNTS = (
     "new_tokens",
-    "row_steps",
+    "drafted_tokens",
     "low_margin_steps",
     "flips",
     "wasted_tokens",
     "verified_tokens",
-    "passes",
-    "fast_steps",
+    "verify_forwards",
+    "draft_steps",
     "prefill_tokens",
     "reused_tokens",
 )
@@ -94,7 +94,7 @@ class MarginGateLM(HFLM):
     ):
         names = {field.name for field in dataclasses.fields(MarginGateConfig)}
         chosen = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        self.preset = preset or "certified"
+        self.preset = preset or "exact"
         base = MarginGateConfig.preset(self.preset)
         if base is None:
             raise ValueError('`preset`="off" is plain decoding; use `--model hf`.')
@@ -109,7 +109,7 @@ class MarginGateLM(HFLM):
         enable(self.model)
         check_gate(self.model, self.gate)
         rows = DEFAULT_ROWS if self.batch_size == "auto" else int(self.batch_size)
-        self.engine = MarginGateEngine(self.model, self.gate, max_rows=rows, prefix_bytes=prefix_bytes)
+        self.engine = MarginGateEngine(self.model, self.gate, max_batch_size=rows, prefix_bytes=prefix_bytes)
         self._own: dict[str, float] = dict.fromkeys((*COUNTS, *SECONDS), 0)
         self.counts: dict[str, float] = dict.fromkeys((*COUNTS, "scored_tokens", *SECONDS), 0)
         self.notes: list[str] = []
@@ -222,8 +222,8 @@ class MarginGateLM(HFLM):
                 self.model,
                 verifier_for(self.model, self.gate),
                 pairs,
-                self.gate.kv_planes,
-                self.engine.max_rows,
+                self.gate.kv_dtype,
+                self.engine.max_batch_size,
                 prefixes,
                 bar.update,
             )
@@ -236,7 +236,7 @@ class MarginGateLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """As `hf`, with a number of windows at a time where the batch size is `auto`."""
         before = self.batch_size_per_gpu  # type: ignore[has-type]
-        self.batch_size_per_gpu = self.engine.max_rows
+        self.batch_size_per_gpu = self.engine.max_batch_size
         try:
             found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
         finally:
@@ -277,14 +277,14 @@ class MarginGateLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """`hf`'s own, and under `margingate` the settings and what the gate did; part of the results file."""
         counts = {name: round(value, 3) if name in SECONDS else int(value) for name, value in self.counts.items()}
-        compared = counts["row_steps"] - counts["wasted_tokens"]
+        compared = counts["drafted_tokens"] - counts["wasted_tokens"]
         rates = {
-            "trigger_rate": counts["low_margin_steps"] / counts["row_steps"] if counts["row_steps"] else 0.0,
+            "trigger_rate": counts["low_margin_steps"] / counts["drafted_tokens"] if counts["drafted_tokens"] else 0.0,
             "flip_rate": counts["flips"] / compared if compared else 0.0,
         }
         work = sum(counts[name] for name in ("prefill_seconds", "decode_seconds", "verify_seconds"))
         rates["verify_share"] = counts["verify_seconds"] / work if work else 0.0
-        plan = f"{verifier_for(self.model, self.gate).name}/planes{self.gate.kv_planes}"
+        plan = f"{verifier_for(self.model, self.gate).name}/kv-{self.gate.kv_dtype}"
         about = {
             "version": __version__,
             "preset": self.preset,

@@ -32,7 +32,7 @@ def score_continuations(
     model: Any,
     verifier: Verifier,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    kv_planes: int,
+    kv_dtype: str,
     rows: int = 8,
     prefixes: PrefixCache | None = None,
     tick: Callable[[int], None] = lambda count: None,
@@ -46,7 +46,7 @@ def score_continuations(
     Args:
         model (`PreTrainedModel`): the model of `verifier`.
         pairs: token ids, both parts non-empty.
-        kv_planes (`int`): format of the columns, see [`MarginGateConfig`].
+        kv_dtype (`str`): format of the columns, see [`MarginGateConfig`].
         rows (`int`, *optional*, defaults to 8): continuations of one pass.
         prefixes ([`PrefixCache`], *optional*): columns to start from and to add to.
         tick (`Callable`, *optional*): told how many pairs have been scored.
@@ -65,7 +65,7 @@ def score_continuations(
         long = verifier.architecture.needs_long_table(len(context) + len(continuation))
         groups.setdefault((tuple(context), long), []).append(index)
     found: dict[int, Score] = {}
-    cache = verifier.new_cache(rows, kv_planes)
+    cache = verifier.new_cache(rows, kv_dtype)
     if prefixes is not None:
         prefixes.bind(cache)
     with torch.no_grad():
@@ -95,10 +95,10 @@ def _score_group(
     _read(verifier, cache, context[:-1], prefixes)
     shared = len(context) - 1
     if shared and len(ends) > 1:
-        columns = cache.export_columns(0, 0, shared)
+        columns = cache.export_entries(0, 0, shared)
         for slot in range(1, len(ends)):
             cache.touch(slot, shared)
-            cache.load_columns(slot, 0, columns)
+            cache.load_entries(slot, 0, columns)
             cache.extend(slot, 0, context[:-1], verified=True)
             cache.broken[slot] = cache.broken[0]
     # The last token of the context gives the first token of the continuation, and so on.

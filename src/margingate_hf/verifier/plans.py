@@ -29,7 +29,7 @@ class LinearPlan(Protocol):
         sizes: every row count of a matrix product that `linear` may issue.
         copies_weights: whether `pack` wants float32 and makes something new of it; otherwise it takes the weight's own
             dtype and keeps no copy.
-        sums_columns: whether it is for models that need the K/V cache as one tensor of values; see [`Backend.store`].
+        sums_planes: whether it is for models that need the K/V cache as one tensor of values; see [`Backend.store`].
     """
 
     @property
@@ -39,7 +39,7 @@ class LinearPlan(Protocol):
     def copies_weights(self) -> bool: ...
 
     @property
-    def sums_columns(self) -> bool: ...
+    def sums_planes(self) -> bool: ...
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
@@ -128,7 +128,7 @@ class PrepackedPlan:
     name = f"onednn-prepacked-k{COLUMN_BLOCK}"
     sizes = (2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
     copies_weights = True
-    sums_columns = False
+    sums_planes = False
 
     def available(self) -> bool:
         """Whether this torch was built with oneDNN and has its packing operators. For CPU tensors only."""
@@ -181,7 +181,7 @@ class TilePlan:
     """
 
     copies_weights = True
-    sums_columns = False
+    sums_planes = False
 
     def __init__(self, rows: int):
         self.rows = rows

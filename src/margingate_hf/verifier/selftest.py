@@ -211,7 +211,7 @@ def _adapter(verifier: Verifier) -> str | None:
 
 
 def _cache(verifier: Verifier, rows: int) -> MarginGateCache:
-    cache = verifier.new_cache(rows, 3)
+    cache = verifier.new_cache(rows, "float32")
     cache.adapters = [_adapter(verifier)] * rows
     return cache
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..forward import attention
-from ..kv_cache.stores import ColumnStore, PlaneStore, cpu_store
+from ..kv_cache.stores import KVStore, PlaneStore, cpu_store
 from . import arithmetic
 from .draft_products import DraftProducts
 from .plans import CPU_PLANS, LinearPlan
@@ -39,7 +39,7 @@ class TorchCPU:
         """See [`Backend`]."""
         return CPU_PLANS
 
-    def store(self, summed: bool, gated: bool) -> Callable[..., ColumnStore]:
+    def store(self, summed: bool, gated: bool) -> Callable[..., KVStore]:
         """See [`Backend`]; one plane of the model's own dtype is read as it is written."""
         return PlaneStore if summed or gated else cpu_store
 

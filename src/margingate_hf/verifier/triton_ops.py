@@ -20,7 +20,7 @@ class TritonPlan:
     number of rows, so any number may be issued. `sizes` are those the probe compares: both sides of every tile edge.
 
     Args:
-        sums_columns (`bool`, *optional*, defaults to `False`): for models that compute with what the cache returns
+        sums_planes (`bool`, *optional*, defaults to `False`): for models that compute with what the cache returns
             before they call attention (latent attention, as DeepSeek-V3's); slower, for the planes are added into a
             copy.
     """
@@ -28,9 +28,9 @@ class TritonPlan:
     sizes = (2, 16, 17, 33)
     copies_weights = False
 
-    def __init__(self, sums_columns: bool = False):
-        self.sums_columns = sums_columns
-        self.name = "triton-linear-summed-kv" if sums_columns else "triton-linear"
+    def __init__(self, sums_planes: bool = False):
+        self.sums_planes = sums_planes
+        self.name = "triton-linear-summed-kv" if sums_planes else "triton-linear"
 
     def available(self) -> bool:
         """Always; [`Triton.fits`] has looked for Triton and a GPU."""
@@ -48,7 +48,7 @@ class TritonPlan:
 
 
 # The ordinary form of K/V first.
-TRITON_PLANS: tuple[LinearPlan, ...] = (TritonPlan(), TritonPlan(sums_columns=True))
+TRITON_PLANS: tuple[LinearPlan, ...] = (TritonPlan(), TritonPlan(sums_planes=True))
 
 
 def describe(device: torch.device) -> str:
@@ -67,19 +67,19 @@ class TritonPlaneStore(DevicePlaneStore):
     """For CUDA: the kernels add the planes as they read, and never read a column beyond a row's last query."""
 
     def write_draft(self, states: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-        """See [`ColumnStore`]; as it is, finite or not."""
+        """See [`KVStore`]; as it is, finite or not."""
         self.draft[context.slots, :, context.positions] = states
         return self.drafted(context)
 
     def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
-        """See [`ColumnStore`]; returns `[planes, rows, heads, capacity, dim]`."""
+        """See [`KVStore`]; returns `[planes, rows, heads, capacity, dim]`."""
         low = self.whole[0] if self.whole is not None else self._planes[1] if self._planes.shape[0] == 2 else None
         states = states if states.stride(-1) == 1 else states.contiguous()
         kernels.repair_columns(states, self._planes[0], low, context.slots, context.positions)
         return self._kept
 
     def drafted(self, context: DecodeContext) -> torch.Tensor:
-        """See [`ColumnStore`]; returns `[1, rows, heads, capacity, dim]`."""
+        """See [`KVStore`]; returns `[1, rows, heads, capacity, dim]`."""
         return self._planes[:1]
 
 

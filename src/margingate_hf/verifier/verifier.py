@@ -21,7 +21,7 @@ from .plans import LinearPlan
 from .weights import WeightStore
 
 # Tokens of one pass. Longer prompts are cut; the cut cannot change a bit, it bounds the memory of a pass.
-PASS_TOKENS = 512
+FORWARD_TOKENS = 512
 
 
 class Verifier:
@@ -54,7 +54,7 @@ class Verifier:
         self.passed_over: list[str] = []
         # Whether the model computes with what the cache returns before it calls attention; the self-test finds out.
         self.transforms_cached_kv = False
-        self.column_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
+        self.entry_bytes = 0  # of the last cache it ran on; the self-test leaves the largest there is
         self.short = False  # whether lengths are lowered for the self-test
         self._twins: dict[str | None, Any] = {}
 
@@ -102,9 +102,9 @@ class Verifier:
             found.append("weights are up-cast at every use: an FP32 copy does not fit or was not wanted")
         return found
 
-    def new_cache(self, rows: int, kv_planes: int) -> MarginGateCache:
+    def new_cache(self, rows: int, kv_dtype: str) -> MarginGateCache:
         """An empty cache for this model."""
-        cache = MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, kv_planes, self._store(gated=False))
+        cache = MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, kv_dtype, self._store(gated=False))
         cache.identity = self.identity
         return cache
 
@@ -113,11 +113,11 @@ class Verifier:
         An empty cache of one plane, where what the fast path writes is what the verifier reads. It has no identity: its
         columns depend on the company, and no later call may build on them.
         """
-        return MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, 1, self._store(gated=True))
+        return MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, "auto", self._store(gated=True))
 
     def _store(self, gated: bool) -> Any:
         """What makes the stores of this model's cache."""
-        return self.backend.store(self.transforms_cached_kv or self.plan.sums_columns, gated)
+        return self.backend.store(self.transforms_cached_kv or self.plan.sums_planes, gated)
 
     @property
     def identity(self) -> CacheIdentity:
@@ -150,7 +150,7 @@ class Verifier:
                 for piece, logits in zip(part, joined[-1].split([piece.kept for piece in part]), strict=True):
                     cache.extend(piece.segment.slot, piece.segment.start, piece.segment.tokens, verified=True)
                     found[members[piece.index]].append(logits)
-        self.column_bytes = cache.column_bytes
+        self.entry_bytes = cache.entry_bytes
         if len(groups) == 1:
             return _joined(joined)  # in order as they come
         return torch.cat([logits for index in range(len(segments)) for logits in found[index]])
@@ -246,10 +246,10 @@ def _count(segment: Segment, keep: str | Sequence[int], index: int) -> int:
 
 def _passes(segments: Sequence[Segment], counts: Sequence[int]) -> Iterator[list[_Piece]]:
     """
-    Cuts segments into forwards of at most `PASS_TOKENS`; `counts[i]` last tokens of segment `i` are kept.
+    Cuts segments into forwards of at most `FORWARD_TOKENS`; `counts[i]` last tokens of segment `i` are kept.
     """
     part: list[_Piece] = []
-    room = PASS_TOKENS
+    room = FORWARD_TOKENS
     for index, segment in enumerate(segments):
         done = 0
         while done < len(segment.tokens):
@@ -261,6 +261,6 @@ def _passes(segments: Sequence[Segment], counts: Sequence[int]) -> Iterator[list
             part.append(_Piece(index, piece, max(0, min(take, done - dropped))))
             if not room:
                 yield part
-                part, room = [], PASS_TOKENS
+                part, room = [], FORWARD_TOKENS
     if part:
         yield part

@@ -49,7 +49,7 @@ def test_a_row_alone_has_the_same_tokens_logits_and_columns(model, together: lis
 
 
 def test_other_windows_other_company_and_the_definition(model, together: list[Run]) -> None:
-    short = MarginGateConfig(schedule="window", window=2)
+    short = MarginGateConfig(schedule="fixed", num_draft_tokens=1)
     assert_same(run_batch(model, PROMPTS[1:], NEW_TOKENS, short, side="right")[0], together[1], "window 2, reordered")
     assert_same(canonical(model, PROMPTS[2], NEW_TOKENS), together[2], "one token at a time")
 
@@ -71,16 +71,16 @@ def test_the_statistics_name_kernels_blocks_and_triton(model) -> None:
         torch.tensor([PROMPTS[2]]), max_new_tokens=2, margin_gate=True, return_dict_in_generate=True, do_sample=False
     )
     plan = out.margin_gate.plan
-    assert margingate_kernels.describe(torch.device("cpu")) in plan and "triton-linear" in plan and "planes2" in plan
+    assert margingate_kernels.describe(torch.device("cpu")) in plan and "triton-linear" in plan and "kv-split" in plan
     assert not out.margin_gate.notes
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "planes"),
+    ("name", "dtype", "kv_dtype"),
     [
         pytest.param("llama", torch.float16, 2, marks=pytest.mark.long),
         pytest.param("llama", torch.float32, 1, marks=pytest.mark.long),
-        ("gemma2", torch.bfloat16, 3),  # soft caps, sliding windows, three planes
+        ("gemma2", torch.bfloat16, "float32"),  # soft caps, sliding windows, three planes
         pytest.param("gpt-oss", torch.bfloat16, 2, marks=pytest.mark.long),  # sinks, experts
         pytest.param("gpt2", torch.bfloat16, 1, marks=pytest.mark.long),  # layer norms, transposed weights
         # Computes with the cached latents; keys and values of different dims.
@@ -88,14 +88,14 @@ def test_the_statistics_name_kernels_blocks_and_triton(model) -> None:
     ],
 )
 def test_other_architectures_and_formats(
-    name: str, dtype: torch.dtype, planes: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = enable(tiny_model(name, dtype))
     text = torch.randint(3, 250, (14,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def logits(plan, *cuts: int) -> torch.Tensor:
         verifier = Verifier(model, plan)
-        cache, start, parts = verifier.new_cache(2, planes), 0, []
+        cache, start, parts = verifier.new_cache(2, kv_dtype), 0, []
         for stop in (*cuts, len(text)):
             parts.append(verifier.run(cache, [Segment(1, start, text[start:stop])]))
             start = stop
@@ -108,7 +108,7 @@ def test_other_architectures_and_formats(
     monkeypatch.setenv(VARIABLE, "torch")
     theirs = logits(CPU_PLANS[0])
     # Two FP32 arithmetics over the same planes: a value next to a rounding edge may fall to either side of it.
-    tolerance = 1e-5 if dtype == torch.float32 else {1: 2e-2, 2: 1e-4, 3: 1e-5}[planes]
+    tolerance = 1e-5 if dtype == torch.float32 else {"auto": 2e-2, "split": 1e-4, "float32": 1e-5}[kv_dtype]
     assert float((ours - theirs).norm() / theirs.norm()) < tolerance
 
 
@@ -142,12 +142,12 @@ def gated(model, **changes: object):
 
 def test_gated_coverage_on_one_plane(model, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fast path writes is what the kernels read; rows of one pass or each alone give the same bits."""
-    together, alone = gated(model), gated(model, rows_per_pass=1)
-    assert together.margin_gate.passes == 4 and alone.margin_gate.passes == 4 * len(PROMPTS)
+    together, alone = gated(model), gated(model, verify_batch_size=1)
+    assert together.margin_gate.verify_forwards == 4 and alone.margin_gate.verify_forwards == 4 * len(PROMPTS)
     assert all(torch.equal(a, b) for a, b in zip(together.logits, alone.logits, strict=True))
     assert together.cache.layers[0].stores[0]._planes.shape[0] == 1
     sixteen = gated(model, reference="alone")
-    assert sixteen.margin_gate.passes == 4 * len(PROMPTS)
+    assert sixteen.margin_gate.verify_forwards == 4 * len(PROMPTS)
     monkeypatch.setenv(VARIABLE, "torch")
     theirs = gated(model)
     first = [(a - b).norm() / b.norm() for a, b in zip(together.logits[0], theirs.logits[0], strict=True)]
@@ -156,7 +156,7 @@ def test_gated_coverage_on_one_plane(model, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.long
 def test_operands_of_one_piece(model) -> None:
-    short = MarginGateConfig(precision="bfloat16", schedule="window", window=4)
+    short = MarginGateConfig(precision="bfloat16", schedule="fixed", num_draft_tokens=3)
     runs = run_batch(model, PROMPTS, NEW_TOKENS, short)
     for index in (0, 2):
         assert_same(run_batch(model, [PROMPTS[index]], NEW_TOKENS, short)[0], runs[index], f"prompt {index} alone")
