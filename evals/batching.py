@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.analysis.compare import eos_ids, first_difference, until_end
-from margingate_hf.cli.demo import as_prompts, load
+from margingate_hf.cli.loading import as_prompts, load
 from margingate_hf.verifier.weights import WeightStore
 
 from .machine import as_text, describe, peak_bytes

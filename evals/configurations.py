@@ -80,7 +80,7 @@ def run_one(options: argparse.Namespace, configuration: Configuration) -> None:
 
 
 def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[str]:
-    from margingate_hf.cli.demo import as_prompts
+    from margingate_hf.cli.loading import as_prompts
 
     return as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from margingate_hf.cli.demo import as_prompts
+from margingate_hf.cli.loading import as_prompts
 from margingate_hf.verifier import verifier_for
 
 from .decoding import Run, decode

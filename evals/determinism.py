@@ -19,8 +19,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from margingate_hf.cli.checkpoints import GEMMA3_270M, SMOLLM2, fetch, quiet_transformers
-from margingate_hf.cli.demo import as_prompts
-from margingate_hf.cli.demo import load as load_model
+from margingate_hf.cli.loading import as_prompts
+from margingate_hf.cli.loading import load as load_model
 from margingate_hf.verifier import verifier_for
 
 from .decoding import Run, decode

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.analysis.compare import decode_all, divergence
-from margingate_hf.cli.demo import as_prompts, load
+from margingate_hf.cli.loading import as_prompts, load
 from margingate_hf.cli.prompts import PROMPTS
 from margingate_hf.forward.context import Segment, verify_context
 from margingate_hf.verifier import Verifier, forget_verifiers, verifier_for

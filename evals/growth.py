@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateCache, MarginGateConfig
-from margingate_hf.cli.demo import load
+from margingate_hf.cli.loading import load
 from margingate_hf.decoding.drafting import drafting_of
 from margingate_hf.forward.context import DecodeContext, Segment, context_scope
 from margingate_hf.verifier import Verifier, verifier_for

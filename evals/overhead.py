@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateConfig
 from margingate_hf.analysis.compare import Decoded, decode_all, divergence
-from margingate_hf.cli.demo import as_prompts, load
+from margingate_hf.cli.loading import as_prompts, load
 from margingate_hf.config import SCHEDULES
 from margingate_hf.verifier import verifier_for
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from margingate_hf import MarginGateConfig, Transcript, replay_all
-from margingate_hf.cli.demo import as_ids, load
+from margingate_hf.cli.loading import as_ids, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.analysis.calibrate import flip_curve, observe
-from margingate_hf.cli.demo import as_ids, load
+from margingate_hf.cli.loading import as_ids, load
 from margingate_hf.decoding.drafting import drafting_of
 from margingate_hf.decoding.rows import Row, RowRequest
 from margingate_hf.decoding.schedule import Costs, FlipCurve, Pending, flip_probability, should_verify

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from margingate_hf.analysis.bounds import binomial_upper_bound
 from margingate_hf.analysis.calibrate import calibrate, collect
-from margingate_hf.cli.demo import as_ids, load
+from margingate_hf.cli.loading import as_ids, load
 
 from .machine import as_text, describe
 from .prompts import DATASETS, load_prompts

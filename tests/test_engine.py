@@ -250,7 +250,7 @@ def test_a_bounded_cache_makes_fewer_places(model: Any, alone: list) -> None:
     assert max(seen) == 2
     assert [out[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))] == [tokens for tokens, _ in alone]
     small = MarginGateEngine(model, GATE, kv_bytes=1000)
-    with pytest.raises(ValueError, match="`kv_bytes`.*one prompt of 81 columns takes"):
+    with pytest.raises(ValueError, match="`kv_bytes`.*one prompt of 81 tokens takes"):
         small.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 

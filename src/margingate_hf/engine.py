@@ -1,4 +1,4 @@
-"""Continuous batching: many prompts through a few places, exactly as each would be decoded alone."""
+"""Continuous batching: many prompts through a few batch slots, each exactly as if decoded alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .verifier import Verifier, verifier_for
 logger = logging.getLogger(__name__)
 
 ORDERS = ("longest", "arrival")
-# Share of the memory free at the time that columns kept for reuse may take when the user left the choice to us.
+# Share of the memory free at the time that entries kept for reuse may take when the user left the choice to us.
 PREFIX_SHARE = 0.125
 
 
@@ -42,7 +42,7 @@ class MarginGateGenerationOutput(GenerationOutput):
     Attributes:
         margins: canonical top-1/top-2 margin of each generated token, in logits of the processed scores.
         flips: drafts the verifier replaced.
-        reused_tokens: prompt tokens whose columns another prompt had left.
+        reused_tokens: prompt tokens whose entries another prompt had left.
         receipt: see [`Receipt`], with `MarginGateConfig(receipt=True)`.
     """
 
@@ -54,25 +54,24 @@ class MarginGateGenerationOutput(GenerationOutput):
 
 class MarginGateEngine:
     """
-    Decodes any number of prompts through `max_batch_size` places: a finished prompt's place goes to the next at once,
-    prompts are read in chunks beside the rows that decode, and a beginning that prompts share is read once. Each
-    prompt's tokens are those of `generate(..., margin_gate=...)` on it alone, whatever the order, the company and the
-    reuse.
+    Continuous batching with at most `max_batch_size` concurrent sequences. A finished sequence's slot is reused at
+    once, prompts are prefilled in chunks beside decoding, and shared prefixes are prefilled once. Output is identical
+    to calling `generate(..., margin_gate=...)` on each prompt alone.
 
-    An engine keeps verified columns between calls, so a conversation's next turn, or the next task with the same
+    An engine keeps verified entries between calls, so a conversation's next turn, or the next task with the same
     examples, starts where the last one left.
 
     Args:
         model (`PreTrainedModel`): an enabled model.
         margin_gate ([`MarginGateConfig`], `dict` or `True`, *optional*): settings of the gate.
         max_batch_size (`int`, *optional*, defaults to 8): prompts decoded at once.
-        kv_bytes (`int`, *optional*): bytes the K/V cache may take; fewer places are made where they would not fit.
-        prefix_bytes (`int`, *optional*): bytes for columns kept for reuse, 0 for none. `None`: an eighth of the memory
+        kv_bytes (`int`, *optional*): bytes the K/V cache may take; fewer slots are made where they would not fit.
+        prefix_bytes (`int`, *optional*): bytes for entries kept for reuse, 0 for none. `None`: an eighth of the memory
             that is free.
         order (`str`, *optional*, defaults to `"longest"`): `"longest"` admits long prompts first, which leaves no long
             one to decode alone at the end; `"arrival"` keeps the caller's order.
-        chunk (`int`, *optional*, defaults to 256): prompt tokens one verifier pass reads beside the rows that decode.
-        reuse_later (`bool`, *optional*, defaults to `True`): keep columns for later calls. `False` keeps only what
+        chunk (`int`, *optional*, defaults to 256): prompt tokens one verify forward reads beside the rows that decode.
+        reuse_later (`bool`, *optional*, defaults to `True`): keep entries for later calls. `False` keeps only what
             several prompts of one call begin with, which takes less memory.
 
     Raises:
@@ -209,7 +208,7 @@ class MarginGateEngine:
         if self.kv_bytes is not None:
             needed = verifier.entry_bytes * whole_blocks(longest)
             if needed > self.kv_bytes:
-                raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {longest} columns takes {needed} bytes")
+                raise refuse("kv_bytes", self.kv_bytes, f"one prompt of {longest} tokens takes {needed} bytes")
             slots = min(slots, self.kv_bytes // needed)
         rows = request.rows
         if self.order == "longest":

@@ -173,7 +173,7 @@ def _continued(request: DecodeRequest, cache: MarginGateCache | None, verifier: 
     if cache.rows != len(request.rows):
         raise refuse("cache", f"MarginGateCache of {cache.rows} rows", f"this call has {len(request.rows)}")
     if request.gate.coverage == "gated":
-        raise refuse("cache", "MarginGateCache", 'with coverage="gated" columns are not exact; leave it out')
+        raise refuse("cache", "MarginGateCache", 'with coverage="gated" entries are not exact; leave it out')
     if cache.kv_dtype != request.gate.kv_dtype:
         raise refuse(
             "cache",

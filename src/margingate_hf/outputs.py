@@ -19,8 +19,8 @@ class RowStatistics:
         flips: drafts the verifier replaced.
         wasted_tokens: drafts dropped behind a flip.
         margins: canonical top-1/top-2 margin of each new token, in logits of the processed scores; under
-            `coverage="gated"` the fast path's where it was trusted.
-        repaired_columns: K/V columns of the fast path that were replaced: every one a pass covered, or under
+            `coverage="gated"` the draft path's where it was trusted.
+        repaired_columns: K/V columns of the draft path that were replaced: every one a verify forward covered, or under
             `coverage="gated"` those of wrong tokens.
         finish_reason: `"eos"`, `"length"`, `"stop"` (a criterion) or `"error"` (canonical logits that are not finite;
             the `notes` of the call say where).
@@ -45,7 +45,7 @@ class MarginGateStatistics:
 
     Attributes:
         plan: the verifier's plan in one line; `fingerprint`: hash of weights, buffers and adapters it ran on.
-        draft_steps: forwards of the fast path; `drafted_tokens`: drafts they gave, summed over rows.
+        draft_steps: forwards of the draft path; `drafted_tokens`: drafts they gave, summed over rows.
         verify_forwards: those that read no prompt; `verified_tokens`: tokens of decoding rows that they read.
         prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those whose columns were there already,
             in a cache from an earlier call or left by another prompt.

@@ -1,4 +1,4 @@
-"""The audit: which texts move, why, what the page shows, and the command's exit status."""
+"""The audit: which outputs change, why, what the page shows, and the command's exit status."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def rounding_by_the_batch(model: Any) -> Any:
 @pytest.fixture(scope="module")
 def report() -> Any:
     found = report_of(tiny_model("llama"))
-    return found if found.moved else report_of(rounding_by_the_batch(tiny_model("llama")))
+    return found if found.diverged else report_of(rounding_by_the_batch(tiny_model("llama")))
 
 
 def test_planted_rounding_is_called_rounding() -> None:
     planted = report_of(rounding_by_the_batch(tiny_model("llama")))
-    assert 0 < planted.moved < len(TEXTS) and planted.bugs == planted.gated_moved == 0
+    assert 0 < planted.diverged < len(TEXTS) and planted.bugs == planted.exact_diverged == 0
 
 
 def test_rounding_is_called_rounding(report: Any) -> None:
     """A BF16 model padded rightly: what moves moves by rounding, and the gate stops it."""
-    assert 0 < report.moved < len(TEXTS) and report.bugs == 0
-    assert report.gated_moved == 0
+    assert 0 < report.diverged < len(TEXTS) and report.bugs == 0
+    assert report.exact_diverged == 0
     for one in report.findings:
-        text = report.texts[one.prompt]
+        text = report.outputs[one.prompt]
         batched = text.batched[one.batch_size]
         assert text.tokens[: one.index] == batched[: one.index]
         assert text.tokens[one.index] != batched[one.index]
@@ -83,7 +83,7 @@ def test_the_fp32_gap_is_that_of_the_two_tokens(report: Any) -> None:
     from margingate_hf.verifier import reference_logits
 
     one = report.findings[0]
-    text = [*PROMPTS[one.prompt], *report.texts[one.prompt].tokens[: one.index]]
+    text = [*PROMPTS[one.prompt], *report.outputs[one.prompt].tokens[: one.index]]
     with torch.no_grad():
         logits = reference_logits(enable(tiny_model("llama")), text)[-1]
     assert one.fp32_gap == pytest.approx(float(logits[one.tokens[0]] - logits[one.tokens[1]]), abs=1e-3)
@@ -180,13 +180,13 @@ class Checker(html.parser.HTMLParser):
 
 
 def test_the_page_is_whole_and_needs_nothing_else(report: Any) -> None:
-    report.texts[0].text = "<script>alert(1)</script> & more"
+    report.outputs[0].text = "<script>alert(1)</script> & more"
     page = as_html(report)
     checker = Checker()
     checker.feed(page)
     assert not checker.stack and checker.count["details"] == len(TEXTS)
     assert "script" not in checker.count and "&lt;script&gt;" in page
-    assert checker.count["mark"] >= report.moved
+    assert checker.count["mark"] >= report.diverged
     assert "prefers-color-scheme:dark" in page and "width=device-width" in page
 
 
@@ -211,7 +211,7 @@ def test_a_browser_shows_the_page(report: Any, tmp_path: Path) -> None:
     width, marks = out.split("<title>")[1].split("</title>")[0].split()
     # Chromium does not open windows narrower than about 500 pixels.
     assert int(width) <= 500, "the page is wider than a phone"
-    assert int(marks) >= report.moved
+    assert int(marks) >= report.diverged
 
 
 @pytest.mark.smollm2
@@ -231,7 +231,7 @@ def test_the_command(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.Captu
     assert parser.main([*command, *files]) == 0
     assert "prompts change with the batch" in capsys.readouterr().out
     record = json.loads((tmp_path / "report.json").read_text())
-    assert record["gated_moved"] == 0 and len(record["texts"]) == 3
+    assert record["exact_diverged"] == 0 and len(record["outputs"]) == 3
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     status = parser.main([*command, "--padding-side", "right", "--no-gate", "--no-progress", "--fail-on-divergence"])
     assert status == 1 and "bug" in capsys.readouterr().out

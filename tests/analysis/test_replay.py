@@ -286,7 +286,7 @@ def test_hashes_and_descriptions() -> None:
 
 @pytest.mark.smollm2
 def test_the_command(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from margingate_hf.cli.demo import load
+    from margingate_hf.cli.loading import load
 
     model, tokenizer = load(str(tiny_checkpoint), progress=False)
     found = model.generate_batch(PROMPTS, max_new_tokens=6, do_sample=False, margin_gate=RECEIPT)

@@ -21,8 +21,8 @@ def test_first_difference() -> None:
 
 
 def test_divergence_reports_the_earliest_and_its_margin() -> None:
-    alone = Decoded("plain", 1, [[1, 2, 3], [4, 5], [6]])
-    batched = Decoded("plain", 2, [[1, 2, 9], [4, 7], [6]], [[1.0, 1.0, 0.5], [1.0, 0.125], [2.0]])
+    alone = Decoded("stock", 1, [[1, 2, 3], [4, 5], [6]])
+    batched = Decoded("stock", 2, [[1, 2, 9], [4, 7], [6]], [[1.0, 1.0, 0.5], [1.0, 0.125], [2.0]])
     found = divergence(alone, batched)
     assert (found.prompts, found.first, found.margin) == (2, 1, 0.125)
 
@@ -36,27 +36,27 @@ def test_demo_prints_one_table_and_exits_0(tiny_checkpoint: Path, capsys: pytest
     arguments = ["demo", "--model", str(tiny_checkpoint), "--batch-sizes", "1,3", "--max-new-tokens", "5"]
     assert parser.main([*arguments, "--prompts", "4", "--no-progress"]) == 0
     out = capsys.readouterr().out
-    assert out.count("gated") == 2 and out.count("plain") == 2
+    assert out.count("| exact |") == 2 and out.count("| stock |") == 2
     assert "0 of 4" in out
     assert "same tokens at every batch size" in out
 
 
 @pytest.mark.smollm2
-def test_demo_exits_1_if_a_gated_text_moves(
+def test_demo_exits_1_if_an_exact_output_changes(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = demo.decode_all
 
     def wrong(model: Any, tokenizer: Any, texts: Any, batch_size: int, *rest: Any) -> Decoded:
         result = right(model, tokenizer, texts, batch_size, *rest)
-        if result.system == "gated" and batch_size == 2:
+        if result.system == "exact" and batch_size == 2:
             result.tokens[1][0] += 1
         return result
 
     monkeypatch.setattr(demo, "decode_all", wrong)
     arguments = ["demo", "--model", str(tiny_checkpoint), "--batch-sizes", "1,2", "--max-new-tokens", "3"]
     assert parser.main([*arguments, "--prompts", "2", "--no-progress"]) == 1
-    assert "FAILED: 1 gated texts" in capsys.readouterr().out
+    assert "FAILED: 1 outputs" in capsys.readouterr().out
 
 
 def test_bad_usage_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

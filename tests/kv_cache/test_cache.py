@@ -179,11 +179,11 @@ def test_a_cleared_row_holds_nothing_of_the_text_before() -> None:
     cache.rollback(0, 2)
     assert not cache.layers[0].keys[0, :, 2:].any()
     cache.swap_rows(0, 1)
-    assert torch.isnan(cache.layers[0].keys[1, :, :2]).all() and cache.reach == [4, 2]
+    assert torch.isnan(cache.layers[0].keys[1, :, :2]).all() and cache.high_water == [4, 2]
     write(cache, [Segment(0, 4, range(KV_BLOCK))], seed=1)
     assert cache.capacity == 2 * KV_BLOCK and torch.isnan(cache.layers[0].keys[1, :, :2]).all()
     cache.clear(1)
-    assert cache.reach == [4 + KV_BLOCK, 0]
+    assert cache.high_water == [4 + KV_BLOCK, 0]
     for store in cache.layers[0].stores:
         assert not store.exact[1].any()
     cache.check()
@@ -195,7 +195,7 @@ def test_columns_of_a_forward_that_never_returned_are_zeroed_too() -> None:
     cache.touch(0, 12)  # a forward was about to write them
     cache.layers[0].stores[1].exact[0, :, 5:12] = float("nan")
     cache.rollback(0, 5)
-    assert not torch.isnan(cache.layers[0].values).any() and cache.reach == [5]
+    assert not torch.isnan(cache.layers[0].values).any() and cache.high_water == [5]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is resident is counted otherwise elsewhere")

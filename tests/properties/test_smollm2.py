@@ -11,7 +11,7 @@ from bitwise import Run, assert_same, canonical, run_batch
 from fault_injection import plain_verifier
 from margingate_hf import MarginGateConfig
 from margingate_hf.analysis.compare import decode_all, divergence
-from margingate_hf.cli.demo import as_prompts
+from margingate_hf.cli.loading import as_prompts
 from margingate_hf.cli.prompts import PROMPTS
 from margingate_hf.forward.context import Segment
 from margingate_hf.verifier import reference_logits, verifier_for

@@ -1,4 +1,4 @@
-"""Finds prompts whose text changes with the batch, and says of each why: rounding, or a defect in how it is padded."""
+"""Finds prompts whose output changes with the batch, and says why: rounding, or a defect in how they are padded."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Collate = Callable[[list[str]], dict[str, torch.Tensor]]
 @dataclass
 class Finding:
     """
-    A prompt whose text in a batch is not its text alone.
+    A prompt whose output in a batch is not its output alone.
 
     Attributes:
         prompt, batch_size: which; `index`: of the first new token that differs.
-        tokens, texts: the two candidates there, alone and in the batch; an ended text has `None` and `""`.
+        tokens, candidates: what stands there alone and in the batch; an output that has ended has `None` and `""`.
         margins: 16-bit top-1/top-2 gap there, alone and in the batch, in logits.
         fp32_gap: how far the verifier puts the token alone ahead of the one in the batch, in logits; negative behind.
         fp32_margin: the verifier's own top-1/top-2 gap there.
@@ -52,7 +52,7 @@ class Finding:
     batch_size: int
     index: int
     tokens: tuple[int | None, int | None]
-    texts: tuple[str, str]
+    candidates: tuple[str, str]
     margins: tuple[float | None, float | None]
     fp32_gap: float | None
     fp32_margin: float
@@ -62,21 +62,21 @@ class Finding:
 
 
 @dataclass
-class AuditedText:
+class AuditedOutput:
     """
     Attributes:
-        text: the prompt; `tokens`, `pieces`, `margins`: its new tokens alone, as text, and their 16-bit margins.
+        prompt: as text; `tokens`, `pieces`, `margins`: its new tokens alone, as text, and their 16-bit margins.
         batched: new tokens by batch size; `batched_pieces`: the same as text.
-        gated: new tokens under the gate, alone.
+        exact: new tokens with the gate, alone.
     """
 
-    text: str
+    prompt: str
     tokens: list[int]
     pieces: list[str]
     margins: list[float]
     batched: dict[int, list[int]] = field(default_factory=dict)
     batched_pieces: dict[int, list[str]] = field(default_factory=dict)
-    gated: list[int] = field(default_factory=list)
+    exact: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -84,20 +84,20 @@ class AuditReport:
     """
     Attributes:
         about: model, dtype, device, versions, settings.
-        texts: one a prompt; `findings`: the first divergence of each that moves, and every defect.
-        gated_moved: prompts whose gated text changes with the batch; 0, or the gate is broken.
-        gated_as_plain: prompts whose gated text is the plain one alone.
+        outputs: one a prompt; `findings`: the first divergence of each that diverges, and every defect.
+        exact_diverged: prompts whose exact output changes with the batch; 0, or the gate is broken.
+        exact_as_stock: prompts whose exact output is the stock one alone.
     """
 
     about: dict[str, Any]
-    texts: list[AuditedText]
+    outputs: list[AuditedOutput]
     findings: list[Finding]
-    gated_moved: int | None = None
-    gated_as_plain: int | None = None
+    exact_diverged: int | None = None
+    exact_as_stock: int | None = None
 
     @property
-    def moved(self) -> int:
-        """Prompts whose text changes with the batch."""
+    def diverged(self) -> int:
+        """Prompts whose stock output changes with the batch."""
         return len({finding.prompt for finding in self.findings})
 
     @property
@@ -107,26 +107,26 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {**asdict(self), "moved": self.moved, "bugs": self.bugs}
+        return {**asdict(self), "diverged": self.diverged, "bugs": self.bugs}
 
     def summary(self) -> str:
         """For a terminal."""
-        count = len(self.texts)
+        count = len(self.outputs)
         lines = [
             f"{self.about['model']}, {self.about['dtype']}, batch sizes {self.about['batch_sizes']}, "
             f"{self.about['max_new_tokens']} new tokens",
-            f"{self.moved} of {count} prompts change with the batch: {self.moved - self.bugs} by rounding, "
+            f"{self.diverged} of {count} prompts change with the batch: {self.diverged - self.bugs} by rounding, "
             f"{self.bugs} by a defect",
         ]
         for one in self.findings:
             lines.append(
-                f"  prompt {one.prompt}, batch {one.batch_size}, token {one.index}: {one.texts[0]!r} alone, "
-                f"{one.texts[1]!r} in the batch; {one.verdict}: {one.reason}"
+                f"  prompt {one.prompt}, batch {one.batch_size}, token {one.index}: {one.candidates[0]!r} alone, "
+                f"{one.candidates[1]!r} in the batch; {one.verdict}: {one.reason}"
             )
-        if self.gated_moved is not None:
+        if self.exact_diverged is not None:
             lines.append(
-                f"with the gate {self.gated_moved} of {count} change; {self.gated_as_plain} of {count} gated texts are "
-                "the plain ones alone"
+                f"with the gate {self.exact_diverged} of {count} change; {self.exact_as_stock} of {count} outputs are "
+                "those of stock decoding alone"
             )
         return "\n".join(lines)
 
@@ -147,9 +147,9 @@ def audit(
     Args:
         model (`PreTrainedModel`): enabled or not; it is left as it was.
         tokenizer (`PreTrainedTokenizerBase`): used as it is set up, padding side included.
-        prompts (`Sequence[str]`): texts, chat template applied.
+        prompts (`Sequence[str]`): chat template applied.
         batch_sizes (`Sequence[int]`): sizes to compare with the prompt alone; 1 is always run.
-        max_new_tokens (`int`, *optional*, defaults to 64): tokens of each text.
+        max_new_tokens (`int`, *optional*, defaults to 64): new tokens of each prompt.
         collate (`Callable`, *optional*): makes the arguments of `generate` from a list of prompts, as your own code
             does; by default the tokenizer pads them.
         gate ([`MarginGateConfig`] or `bool`, *optional*, defaults to `True`): also decode with the gate.
@@ -165,7 +165,7 @@ def audit(
     if min(batch_sizes, default=0) < 1:
         raise refuse("batch_sizes", list(batch_sizes), "positive sizes are needed")
     check_model(model)
-    make = collate or (lambda texts: dict(tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)))
+    make = collate or (lambda batch: dict(tokenizer(batch, return_tensors="pt", padding=len(batch) > 1)))
     sizes = sorted({size for size in batch_sizes if size > 1})
     with _enabled(model):
         auditor = _Auditor(model, tokenizer, list(prompts), make, max_new_tokens)
@@ -176,10 +176,10 @@ def audit(
             for size in sizes:
                 auditor.batched(size)
                 bar.update()
-            report = AuditReport(_about(model, sizes, max_new_tokens), auditor.texts, auditor.findings)
+            report = AuditReport(_about(model, sizes, max_new_tokens), auditor.outputs, auditor.findings)
             if gate is not False:
                 config = MarginGateConfig.coerce(gate) or MarginGateConfig()
-                report.gated_moved, report.gated_as_plain = auditor.gated(config, sizes)
+                report.exact_diverged, report.exact_as_stock = auditor.exact(config, sizes)
             bar.update()
     return report
 
@@ -214,7 +214,7 @@ class _Auditor:
     def __init__(self, model: Any, tokenizer: Any, prompts: list[str], collate: Collate, new_tokens: int):
         self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
         self.collate, self.new_tokens = collate, new_tokens
-        self.texts: list[AuditedText] = []
+        self.outputs: list[AuditedOutput] = []
         self.findings: list[Finding] = []
         self.eos = eos_ids(model)
         self._explained: set[int] = set()
@@ -223,7 +223,7 @@ class _Auditor:
         """Every prompt by itself."""
         for prompt in self.prompts:
             tokens, margins = self._generate(self._inputs([prompt]))
-            self.texts.append(AuditedText(prompt, tokens[0], self._pieces(tokens[0]), margins[0]))
+            self.outputs.append(AuditedOutput(prompt, tokens[0], self._pieces(tokens[0]), margins[0]))
 
     def batched(self, size: int) -> None:
         """All prompts in batches of one size, and an explanation of each that differs for the first time."""
@@ -232,26 +232,26 @@ class _Auditor:
             tokens, margins = self._generate(inputs)
             for row, (new, gaps) in enumerate(zip(tokens, margins, strict=True)):
                 prompt = start + row
-                text = self.texts[prompt]
-                text.batched[size], text.batched_pieces[size] = new, self._pieces(new)
-                index = first_difference(text.tokens, new)
+                output = self.outputs[prompt]
+                output.batched[size], output.batched_pieces[size] = new, self._pieces(new)
+                index = first_difference(output.tokens, new)
                 if index is not None and prompt not in self._explained:
                     self._explained.add(prompt)
                     self.findings.append(self._explain(prompt, size, index, new, gaps, inputs, row))
 
-    def gated(self, config: MarginGateConfig, sizes: list[int]) -> tuple[int, int]:
-        """Prompts whose gated text moves with the batch, and those whose gated text is the plain one."""
+    def exact(self, config: MarginGateConfig, sizes: list[int]) -> tuple[int, int]:
+        """Prompts whose exact output changes with the batch, and those whose exact output is the stock one."""
         inputs = [self._inputs([prompt])["input_ids"][0].tolist() for prompt in self.prompts]
-        moved: set[int] = set()
+        diverged: set[int] = set()
         for size in [1, *sizes]:
             engine = MarginGateEngine(self.model, config, max_batch_size=size, prefix_bytes=0)
             outputs = engine.generate(inputs, max_new_tokens=self.new_tokens, do_sample=False)
             for prompt, output in enumerate(outputs.values()):
                 if size == 1:
-                    self.texts[prompt].gated = output.generated_tokens
-                elif output.generated_tokens != self.texts[prompt].gated:
-                    moved.add(prompt)
-        return len(moved), sum(text.gated == text.tokens for text in self.texts)
+                    self.outputs[prompt].exact = output.generated_tokens
+                elif output.generated_tokens != self.outputs[prompt].exact:
+                    diverged.add(prompt)
+        return len(diverged), sum(output.exact == output.tokens for output in self.outputs)
 
     def _inputs(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         return {name: value.to(self.model.device) for name, value in self.collate(prompts).items()}
@@ -289,11 +289,11 @@ class _Auditor:
         inputs: dict[str, torch.Tensor],
         row: int,
     ) -> Finding:
-        text = self.texts[prompt]
-        alone, error = self._padding_error(prompt, text.tokens[:index], inputs, row)
+        output = self.outputs[prompt]
+        alone, error = self._padding_error(prompt, output.tokens[:index], inputs, row)
         if index:  # what is wrong at the prompt's end may be right again behind it, the token there by luck
             error = max(error, self._padding_error(prompt, [], inputs, row)[1])
-        pair = [tokens[index] if index < len(tokens) else None for tokens in (text.tokens, new)]
+        pair = [tokens[index] if index < len(tokens) else None for tokens in (output.tokens, new)]
         best = alone.topk(2).values
         gap = None if None in pair else float(alone[pair[0]] - alone[pair[1]])
         verdict, reason = self._judge(error, gap, float(best[0] - best[1]), inputs, row)
@@ -302,9 +302,9 @@ class _Auditor:
             batch_size=size,
             index=index,
             tokens=(pair[0], pair[1]),
-            texts=tuple("" if token is None else self.tokenizer.decode([token]) for token in pair),  # type: ignore[arg-type]
+            candidates=tuple("" if token is None else self.tokenizer.decode([token]) for token in pair),  # type: ignore[arg-type]
             margins=tuple(  # type: ignore[arg-type]
-                values[index] if index < len(values) else None for values in (text.margins, gaps)
+                values[index] if index < len(values) else None for values in (output.margins, gaps)
             ),
             fp32_gap=gap,
             fp32_margin=float(best[0] - best[1]),
@@ -348,7 +348,7 @@ class _Auditor:
     ) -> tuple[str, str]:
         if not error <= DEFECT:
             cause = padding_cause(inputs, row, self.tokenizer.pad_token_id)
-            return "bug", f"in FP32 the padded row is {error:.0e} away from the unpadded one ({cause})"
+            return "bug", f"the FP32 logits of the padded row differ from the unpadded row's by {error:.0e} ({cause})"
         apart = margin if gap is None else abs(gap)
         if apart <= NEARLY_TIED:
             return "rounding", f"in FP32 the two tokens are {apart:.3f} logits apart"
@@ -374,7 +374,7 @@ def padding_cause(inputs: dict[str, torch.Tensor], row: int, pad: int | None) ->
         return "no attention mask is passed, so padding is read as text" if held else "no attention mask is passed"
     kept = mask[row].tolist()
     if not kept[-1]:
-        return "it is padded on the right, so the text goes on behind padding; set `padding_side='left'`"
+        return "it is padded on the right, so new tokens follow padding; set `padding_side='left'`"
     if pad is not None and ids[0] == pad and kept[0] and len(ids) > 1 and ids[1] == pad:
         return "its attention mask covers padding"
     if "position_ids" in inputs:

@@ -1,4 +1,4 @@
-"""Measures how often the fast path's token is not the canonical one, by margin, and picks the gate's threshold."""
+"""Measures how often the draft path's token is not the canonical one, by margin, and picks the gate's threshold."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CURVE_EDGES = (0.0, 0.03125, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75, 1.0,
 @dataclass(frozen=True)
 class Observation:
     """
-    One fast step behind a canonical prefix.
+    One draft step behind a canonical prefix.
 
     Attributes:
-        prompt, batch_size, index: which text, in what company, which of its tokens.
-        margin: the fast path's top-1/top-2 gap, in logits.
+        prompt, batch_size, index: which prompt, at which batch size, which of its new tokens.
+        margin: the draft path's top-1/top-2 gap, in logits.
         top: its top logit.
         flipped: whether its token is not the canonical one.
     """
@@ -67,17 +67,17 @@ def calibrate(
     """
     Finds the smallest threshold whose rate of missed flips is bounded, and the flip probability by margin.
 
-    Each prompt's canonical text is decoded once; then the fast path reads it again at every batch size, prompt and
-    steps in BF16, and every step's margin and token are compared with the text. (MarginGate, arXiv 2605.30218,
+    Each prompt's canonical output is decoded once; then the draft path reads it again at every batch size, prompt and
+    steps in BF16, and every step's margin and token are compared with the output. (MarginGate, arXiv 2605.30218,
     calibrates on MATH500; how, its abstract does not say.)
 
     Args:
         model (`PreTrainedModel`): an enabled model.
         prompts (`Sequence[Sequence[int]]`): token ids of each prompt, no padding.
-        batch_sizes (`Sequence[int]`): the range of companies the threshold is to hold for.
+        batch_sizes (`Sequence[int]`): the batch sizes that the threshold is to hold for.
         miss_rate (`float`): missed flips a step that are acceptable.
         confidence (`float`): of the bound.
-        max_new_tokens (`int`): length of the texts.
+        max_new_tokens (`int`): length of the outputs.
         precision (`str`): of the verifier, see [`MarginGateConfig`].
 
     Returns:
@@ -104,38 +104,38 @@ def collect(
     precision: str = "float32",
     progress_bar: bool = False,
 ) -> list[Observation]:
-    """Decodes the canonical texts and observes the fast path on them; arguments as for [`calibrate`]."""
+    """Decodes the canonical outputs and observes the draft path on them; arguments as for [`calibrate`]."""
     engine = MarginGateEngine(model, MarginGateConfig(precision=precision), max_batch_size=max(batch_sizes))
     with tqdm(total=1 + len(batch_sizes), disable=not progress_bar, desc="calibrating", unit="run") as bar:
-        bar.set_postfix_str("canonical texts")
-        outputs = engine.generate(prompts, max_new_tokens=max_new_tokens, do_sample=False)
-        texts = [output.generated_tokens for output in outputs.values()]
+        bar.set_postfix_str("canonical outputs")
+        found = engine.generate(prompts, max_new_tokens=max_new_tokens, do_sample=False)
+        outputs = [output.generated_tokens for output in found.values()]
         bar.update()
         seen: list[Observation] = []
         for size in batch_sizes:
             bar.set_postfix_str(f"batch {size}")
-            seen += observe(model, prompts, texts, size, precision)
+            seen += observe(model, prompts, outputs, size, precision)
             bar.update()
     return seen
 
 
 def observe(
-    model: Any, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], batch_size: int, precision: str
+    model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], batch_size: int, precision: str
 ) -> list[Observation]:
     """
-    Reads canonical `texts` by the fast path, `batch_size` prompts at a time.
+    Reads canonical `outputs` by the draft path, `batch_size` prompts at a time.
 
     Args:
         model (`PreTrainedModel`): an enabled model.
-        prompts, texts (`Sequence[Sequence[int]]`): token ids; `texts[i]` follows `prompts[i]`.
+        prompts, outputs (`Sequence[Sequence[int]]`): token ids; `outputs[i]` follows `prompts[i]`.
     """
     gate = MarginGateConfig(coverage="gated", threshold=0.0, precision=precision)
     seen: list[Observation] = []
     for start in range(0, len(prompts), batch_size):
         part = list(prompts[start : start + batch_size])
-        longest = max(len(text) for text in texts[start : start + batch_size])
+        longest = max(len(output) for output in outputs[start : start + batch_size])
         request = prepare(model, part, gate, max_new_tokens=longest, do_sample=False).request
-        forced = [list(output) for output in texts[start : start + batch_size]]
+        forced = [list(output) for output in outputs[start : start + batch_size]]
         rows = (replace(row, limit=len(forced[row.index])) for row in request.rows)
         forcing = _Forcing(forced)
         verifier = verifier_for(model, gate)

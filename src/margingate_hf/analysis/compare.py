@@ -1,4 +1,4 @@
-"""Decodes prompts alone and in batches, plain and gated, and says where the texts part."""
+"""Decodes prompts alone and in batches, stock and exact, and says where the outputs diverge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Decoded:
         tokens: new tokens of each prompt, its end included.
         margins: margin of each step, in logits.
         seconds: wall clock of the `generate` calls.
-        statistics: of the gated calls, one a batch.
+        statistics: of the calls with the gate, one a batch.
     """
 
     system: str
@@ -62,7 +62,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def divergence(alone: Decoded, batched: Decoded) -> Divergence:
-    """Where the batched texts part from the texts decoded alone."""
+    """Where outputs in a batch diverge from those of the prompts alone."""
     found = []
     for row, (a, b) in enumerate(zip(alone.tokens, batched.tokens, strict=True)):
         index = first_difference(a, b)
@@ -78,26 +78,26 @@ def divergence(alone: Decoded, batched: Decoded) -> Divergence:
 def decode_all(
     model: Any,
     tokenizer: Any,
-    texts: Sequence[str],
+    prompts: Sequence[str],
     batch_size: int,
     new_tokens: int,
     gate: MarginGateConfig | None,
     tick: Callable[[int], None] = lambda count: None,
 ) -> Decoded:
     """
-    Decodes `texts` greedily in batches of `batch_size`, left-padded.
+    Decodes `prompts` greedily in batches of `batch_size`, left-padded.
 
     Args:
         model (`PreTrainedModel`): an enabled model.
         tokenizer (`PreTrainedTokenizerBase`): with `padding_side="left"`.
-        texts (`Sequence[str]`): prompts, chat template applied.
+        prompts (`Sequence[str]`): chat template applied.
         gate ([`MarginGateConfig`], *optional*): `None` decodes as transformers does.
         tick (`Callable`): told how many prompts each batch has finished.
     """
-    result = Decoded("gated" if gate else "plain", batch_size)
+    result = Decoded("exact" if gate else "stock", batch_size)
     recorder = MarginGateLogitsProcessor()
     arguments = {"max_new_tokens": new_tokens, "margin_gate": gate, "logits_processor": None if gate else [recorder]}
-    for out, rows, seconds in generate_batches(model, tokenizer, texts, batch_size, **arguments):
+    for out, rows, seconds in generate_batches(model, tokenizer, prompts, batch_size, **arguments):
         result.seconds += seconds
         result.tokens += rows
         if gate:
@@ -111,10 +111,10 @@ def decode_all(
 
 
 def generate_batches(
-    model: Any, tokenizer: Any, texts: Sequence[str], batch_size: int, **arguments: Any
+    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int, **arguments: Any
 ) -> Iterator[tuple[Any, list[list[int]], float]]:
     """
-    Greedy `generate` on left-padded batches of `texts`.
+    Greedy `generate` on left-padded batches of `prompts`.
 
     Args:
         arguments: of `generate`.
@@ -123,8 +123,8 @@ def generate_batches(
         `(output, new tokens of each prompt with its end included, seconds)` a batch.
     """
     eos = eos_ids(model)
-    for start in range(0, len(texts), batch_size):
-        part = list(texts[start : start + batch_size])
+    for start in range(0, len(prompts), batch_size):
+        part = list(prompts[start : start + batch_size])
         batch = tokenizer(part, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
         began = time.perf_counter()
         out = model.generate(**batch, do_sample=False, return_dict_in_generate=True, **arguments)
@@ -134,7 +134,7 @@ def generate_batches(
 
 
 def eos_ids(model: Any) -> set[int]:
-    """Token ids that end a text of a model."""
+    """Token ids that end an output of a model."""
     eos = model.generation_config.eos_token_id
     return set() if eos is None else set(torch.tensor(eos).flatten().tolist())
 

@@ -1,4 +1,4 @@
-"""Proves with one verifier pass that a stored text is the canonical one, or shows the first token that is not."""
+"""Proves with one verify forward that a stored output is the canonical one, or shows the first token that is not."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..forward.backend import Backend
 from ..forward.context import Segment
 from ..verifier import Verifier, verifier_for
 
-# New tokens of the transcripts that one pass judges together; it bounds the memory of their logits.
+# New tokens of the transcripts that one verify forward judges together; it bounds the memory of their logits.
 TOGETHER = 1024
 
 
 @dataclass
 class Transcript:
     """
-    A stored text.
+    A stored output.
 
     Attributes:
         prompt, output: token ids, no padding; `output` with its EOS if it has one.
@@ -46,7 +46,7 @@ class Transcript:
 @dataclass
 class Replay:
     """
-    What one pass found.
+    What one verify forward found.
 
     Attributes:
         canonical: whether every token is the canonical one and nothing named in `changed` has changed.
@@ -54,7 +54,7 @@ class Replay:
             `finish_reason`, `checkpoint`, `adapter`, `config`, `sample`, `processors`, or `receipt` where its own
             fields do not fit its seal.
         index: of the first token that is not canonical, `None` if all are.
-        found, expected: the stored and the canonical token there; `expected` is `None` where the text should have
+        found, expected: the stored and the canonical token there; `expected` is `None` where the output should have
             ended, both are where it ends too early.
         margin: canonical top-1/top-2 gap there, in logits.
         behind: how many logits the stored token lies behind the canonical one.
@@ -84,7 +84,7 @@ def replay(
     **arguments: Any,
 ) -> Replay:
     """
-    Checks one stored text by a teacher-forced verifier pass, without generating it again.
+    Checks one stored output by a teacher-forced verify forward, without generating it again.
 
     Args:
         model (`PreTrainedModel`): an enabled model.
@@ -97,7 +97,7 @@ def replay(
         [`Replay`].
 
     Raises:
-        `ValueError`: an empty part, or settings that promise no canonical text.
+        `ValueError`: an empty part, or settings without a canonical output.
     """
     stored = Transcript(list(prompt), list(output), receipt, arguments)
     return next(replay_all(model, [stored], margin_gate))
@@ -108,7 +108,7 @@ def replay_all(
     transcripts: Sequence[Transcript],
     margin_gate: MarginGateConfig | dict | bool | None = None,
 ) -> Iterator[Replay]:
-    """As [`replay`], several texts a pass; yields in their order."""
+    """As [`replay`], several outputs a verify forward; yields in their order."""
     rows = [_Stored(model, index, stored, margin_gate) for index, stored in enumerate(transcripts)]
     part: list[_Stored] = []
     for row in rows:
@@ -163,7 +163,7 @@ class _Stored:
         self.receipt = None if stored.receipt is None else Receipt.from_dict(stored.receipt)
         self.gate = self._settings(margin_gate)
         if self.gate.coverage != "exact":
-            raise refuse("coverage", self.gate.coverage, "only a fully verified text is canonical")
+            raise refuse("coverage", self.gate.coverage, "only exact outputs are canonical")
         arguments = dict(stored.arguments)
         if self.receipt is not None:
             arguments["max_new_tokens"] = self.receipt.limit
@@ -216,7 +216,7 @@ class _Stored:
         """Whether the output's end fits the reason that the receipt gives for it."""
         ended, full = self.output[-1] in self.eos, len(self.output) >= receipt.limit
         if receipt.finish_reason in ("eos", "length"):
-            return True  # a text that does not is not complete, see `_first_difference`
+            return True  # an output that does not is not complete, see `_first_difference`
         return not ended and not full and (receipt.finish_reason != "stop" or bool(receipt.criteria))
 
     def stopped(self, count: int) -> bool:
@@ -240,7 +240,8 @@ class _Stored:
         for name in different:
             found.append(f"{name} is {now.get(name)}, the receipt names {receipt.versions.get(name)}")
         if receipt.finish_reason == "stop" and receipt.criteria and not self.request.rules.criteria:
-            found.append(f"whether {', '.join(receipt.criteria)} ended the text was not checked: pass it to the replay")
+            rules = ", ".join(receipt.criteria)
+            found.append(f"whether {rules} ended the output was not checked: pass it to the replay")
         return found
 
 

@@ -11,7 +11,7 @@ from ..config import MarginGateConfig
 
 
 def demo(options: argparse.Namespace) -> tuple[str, int]:
-    """Decodes the project's prompts alone and in batches; 1 if a gated text moved."""
+    """Decodes the project's prompts alone and in batches; 1 if an exact output changes with the batch."""
     from .demo import run_demo
     from .prompts import PROMPTS
 
@@ -32,12 +32,12 @@ def calibrate(options: argparse.Namespace) -> tuple[str, int]:
     """Writes a calibration record; 1 if the sample was too small for the bound asked for."""
     from ..analysis.calibrate import calibrate as run
     from ..decoding.calibration_record import FILE
-    from .demo import as_ids
+    from .loading import as_ids
 
     model, tokenizer = _load(options)
     found = run(
         model,
-        as_ids(tokenizer, _texts(options)),
+        as_ids(tokenizer, _prompts(options)),
         options.batch_sizes,
         options.miss_rate,
         options.confidence,
@@ -67,10 +67,10 @@ def calibrate(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def audit(options: argparse.Namespace) -> tuple[str, int]:
-    """Audits a model as it is; 1 if a gated text moved, or with `--fail-on-divergence` a plain one."""
+    """Audits a model as it is; 1 if an exact output changes, or with `--fail-on-divergence` a stock one."""
     from ..analysis.audit import audit as run
     from ..analysis.html_page import as_html
-    from .demo import as_prompts
+    from .loading import as_prompts
 
     model, tokenizer = _load(options)
     if options.padding_side:
@@ -78,10 +78,10 @@ def audit(options: argparse.Namespace) -> tuple[str, int]:
     report = run(
         model,
         tokenizer,
-        as_prompts(tokenizer, _texts(options)),
+        as_prompts(tokenizer, _prompts(options)),
         options.batch_sizes,
         options.max_new_tokens,
-        collate=lambda texts: dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)),
+        collate=lambda prompts: dict(tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)),
         gate=not options.no_gate,
         progress_bar=not options.no_progress,
     )
@@ -89,7 +89,7 @@ def audit(options: argparse.Namespace) -> tuple[str, int]:
         Path(options.html).write_text(as_html(report), encoding="utf-8")
     if options.json:
         Path(options.json).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
-    failed = bool(report.gated_moved) or (options.fail_on_divergence and report.moved > 0)
+    failed = bool(report.exact_diverged) or (options.fail_on_divergence and report.diverged > 0)
     return report.summary(), int(failed)
 
 
@@ -122,12 +122,12 @@ def replay(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    from .demo import load
+    from .loading import load
 
     return load(options.model, progress=not options.no_progress)
 
 
-def _texts(options: argparse.Namespace) -> list[str]:
+def _prompts(options: argparse.Namespace) -> list[str]:
     from .prompt_sets import load_prompts
 
     return load_prompts(options.prompts, options.limit, options.data_dir)

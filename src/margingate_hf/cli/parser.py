@@ -1,9 +1,12 @@
 """
 The `margingate` command.
 
-Exit status: 0 as promised or hoped for; 1 what was looked for was found (a gated text moved with the batch, a sample
-too small for the bound, a text that is not canonical, with `--fail-on-divergence` a plain text that moved); 2 bad usage
-or input.
+Exit status:
+
+- 0: success.
+- 1: a problem was found: an exact output changes with the batch, a sample is too small for its bound, a transcript is
+  not canonical, or with `--fail-on-divergence` a stock output changes.
+- 2: bad usage or input.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-gate", action="store_true", help="leave out the runs with the gate")
     parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--fail-on-divergence", action="store_true", help="exit status 1 if a plain text moved")
+    parser.add_argument("--fail-on-divergence", action="store_true", help="exit status 1 if a stock output changes")
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +85,15 @@ VERBS = {
     "demo": (
         _add_demo,
         commands.demo,
-        "decode prompts alone and in batches, plain and gated, and print what moved",
+        "decode prompts alone and in batches, with and without the gate, and print what changes",
     ),
-    "audit": (_add_audit, commands.audit, "find prompts whose text changes with the batch, and say why"),
+    "audit": (_add_audit, commands.audit, "find prompts whose output changes with the batch, and say why"),
     "calibrate": (_add_calibrate, commands.calibrate, "find the gate's threshold and a bound on what it misses"),
-    "replay": (_add_replay, commands.replay, "prove stored texts canonical, or show the first token that is not"),
+    "replay": (
+        _add_replay,
+        commands.replay,
+        "prove stored outputs canonical, or show the first token that is not",
+    ),
 }
 
 

@@ -51,7 +51,7 @@ class MarginGateCalibration(PushToHubMixin):
     [`~margingate_hf.analysis.calibrate.calibrate`].
 
     Attributes:
-        threshold: smallest one whose missed-flip rate is bounded, in logits of the fast path.
+        threshold: smallest one whose missed-flip rate is bounded, in logits of the draft path.
         threshold_steps: the same in BF16 steps: a margin over the spacing of BF16 numbers at the top logit. Carries
             over between models that scale or cap their logits.
         miss_rate, confidence: what was asked for: missed flips a step, and the probability that the bound holds.
@@ -60,7 +60,7 @@ class MarginGateCalibration(PushToHubMixin):
             `miss_bound` is above `miss_rate`.
         trigger_rate: share of steps under the threshold.
         steps, flips, prompts, new_tokens: size of the sample.
-        prompts_missed_bound: the same bound for prompts with any miss, out of `prompts`: steps of one text are not
+        prompts_missed_bound: the same bound for prompts with any miss, out of `prompts`: steps of one output are not
             independent, prompts are.
         curve: flip probability by margin, for the cost schedule.
         batch_sizes: counts of each.

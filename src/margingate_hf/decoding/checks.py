@@ -192,7 +192,7 @@ def check_call(model: Any, arguments: dict[str, Any], rows: int | None) -> None:
         if arguments.get(name):
             raise refuse(name, arguments[name], "assisted decoding drafts in its own way; leave it out")
     if arguments.get("synced_gpus"):
-        raise refuse("synced_gpus", True, "ranks would run different numbers of passes and dead-lock; use one process")
+        raise refuse("synced_gpus", True, "ranks would run different numbers of forwards and dead-lock")
     for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
         if name in given:
             raise refuse(name, "tensor", "classifier-free guidance keeps a state between steps; leave it out")
@@ -201,7 +201,7 @@ def check_call(model: Any, arguments: dict[str, Any], rows: int | None) -> None:
             raise refuse(
                 name,
                 type(arguments[name]).__name__,
-                "keys and values of unknown origin are not canonical; pass the whole text as `input_ids`, or as "
+                "keys and values of unknown origin are not canonical; pass the whole sequence as `input_ids`, or as "
                 "`cache` the MarginGateCache of an earlier gated call",
             )
     if "custom_generate" in given:
@@ -261,7 +261,7 @@ def check_generation_config(config: GenerationConfig, gate: MarginGateConfig, ca
         raise refuse("watermarking_config", "config", "watermarking keeps a state between steps; leave it out")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise refuse(name, True, "the fast path's would not be canonical; run the model's forward on the result")
+            raise refuse(name, True, "the draft path's would not be canonical; run the model's forward on the result")
 
 
 def check_processors(processors: Iterable[Any]) -> None:

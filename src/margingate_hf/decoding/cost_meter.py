@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Costs:
     """
-    Seconds on this machine: a fast step takes `draft_fixed + draft_row * rows`, a pass `verify_fixed + verify_token *
+    Seconds on this machine: a draft step takes `draft_fixed + draft_row * rows`, a verify forward
+        `verify_fixed + verify_token *
     tokens`.
     """
 
@@ -55,32 +56,32 @@ class Line:
 @dataclass
 class CostMeter:
     """
-    Learns [`Costs`] from the steps and passes of one verifier, across calls.
+    Learns [`Costs`] from the draft steps and verify forwards of one verifier, across calls.
 
-    The first step is not counted: it packs weights and generates code. Where no steps are taken any more because they
-    seemed dear, they are forgotten after `RETRY` passes and one is tried again: it may have been a stall.
+    The first step is not counted: it packs weights and generates code. If drafting has stopped because steps looked
+    expensive, the estimate is reset after `RETRY` verify forwards, in case the slow measurement was noise.
     """
 
     RETRY = 32
     steps: Line = field(default_factory=Line)
-    passes: Line = field(default_factory=Line)
+    forwards: Line = field(default_factory=Line)
     warm: bool = False
     idle: int = 0
 
     def add_draft_step(self, rows: int, seconds: float) -> None:
-        """A fast step of so many rows."""
+        """A draft step of so many rows."""
         if self.warm:
             self.steps.add(rows, seconds)
         self.warm, self.idle = True, 0
 
     def add_verify(self, tokens: int, seconds: float) -> None:
-        """A verifier pass over so many tokens."""
-        self.passes.add(tokens, seconds)
+        """A verify forward over so many tokens."""
+        self.forwards.add(tokens, seconds)
         self.idle += 1
         if self.idle >= self.RETRY:
             self.steps, self.idle = Line(), 0
 
     def costs(self) -> Costs | None:
-        """What has been measured, or `None` before a step and a pass have been."""
-        step, full = self.steps.fit(), self.passes.fit()
+        """What has been measured, or `None` before a step and a verify forward have been."""
+        step, full = self.steps.fit(), self.forwards.fit()
         return None if step is None or full is None else Costs(*step, *full)

@@ -1,8 +1,8 @@
 """Seeded Gumbel noise: a counter-based function of (seed, sample, position, token id), and of nothing else.
 
 Adding Gumbel noise to log-probabilities and taking the argmax draws from the distribution they describe (the Gumbel-max
-trick), so a sampled text is verified as a greedy one is. No generator is advanced: the noise of a position is the same
-whichever row, batch or pass it is drawn in, and after any rollback.
+trick), so a sampled output is verified as a greedy one is. No generator is advanced: the noise of a position is the
+same whichever row, batch or pass it is drawn in, and after any rollback.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 @dataclass(frozen=True)
 class GumbelNoise:
     """
-    Noise of one sampled text.
+    Noise of one sampled output.
 
     Args:
         seed (`int`): 0 to 2^63 - 1.
-        sample (`int`): which of a prompt's samples this text is.
+        sample (`int`): which of a prompt's samples this output is.
     """
 
     seed: int
     sample: int = 0
 
     def key(self, position: int) -> int:
-        """The 64-bit stream key of one position of the text."""
+        """The 64-bit stream key of one position of the sequence."""
         return mix(mix(mix(self.seed + _GAMMA) ^ (self.sample + _GAMMA)) + (position + 1) * _GAMMA)
 
     def __call__(self, position: int, vocabulary: int, device: torch.device | None = None) -> torch.Tensor:
         """
         Args:
-            position (`int`): index in the row's own text of the token to be drawn.
+            position (`int`): index in the row's own sequence of the token to be drawn.
             vocabulary (`int`): token ids.
 
         Returns:

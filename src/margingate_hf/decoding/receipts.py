@@ -1,4 +1,4 @@
-"""A receipt: what a text was made from, in hashes and names, so that a replay can tell what has changed."""
+"""A receipt: what an output was made from, in hashes and names, so that a replay can tell what has changed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_processor(processor: Any) -> str:
-    """Class and plain settings of a logits processor or a stopping rule, the same text for equal ones."""
+    """Class and plain settings of a logits processor or a stopping rule, equal for equal ones."""
     if not hasattr(processor, "__dict__") or isinstance(processor, type(describe_processor)):
         return describe_callable(processor)
     settings = {}

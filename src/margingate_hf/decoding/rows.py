@@ -69,7 +69,7 @@ class RowCounts:
         reused: prompt entries that did not have to be computed: an earlier call's cache or the prefix cache held them.
         low_margin_steps: drafts whose margin was under the threshold.
         flips: drafts the verifier replaced; `wasted`: drafts dropped behind one.
-        repaired: K/V columns of the draft path that were replaced.
+        repaired: K/V entries of the draft path that were replaced.
     """
 
     reused: int = 0

@@ -1,4 +1,4 @@
-"""When to run a verifier pass. Decides speed alone: the tokens are the same whatever it answers."""
+"""When to run a verify forward. Decides speed alone: the tokens are the same whatever it answers."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ class FlipCurve:
 @dataclass(frozen=True)
 class Pending:
     """
-    One row between two passes.
+    One row between two verify forwards.
 
     Attributes:
         drafts: unverified tokens.
         low: those among them whose margin was under the threshold.
         would_end: whether the last of them ends the row (EOS or the length limit), so that drafting on is pointless.
         survival: probability that all drafts so far are canonical.
-        expected: expected tokens a pass would commit now, the canonical one behind the agreeing prefix included.
+        expected: expected tokens a verify forward would commit now, the canonical one behind the agreeing prefix
+            included.
     """
 
     drafts: int
@@ -95,10 +96,10 @@ def drafting_pays(rows: Sequence[Pending], costs: Costs) -> bool:
     """
     Whether one more draft a row lowers the expected time per committed token.
 
-    A cycle of fast steps and one pass commits `E` tokens in expectation and takes `C` seconds. One more step adds to
-    `E` the probability that its draft will be committed, and to `C` its own time and that of verifying its drafts.
-    Stop as soon as that marginal rate falls below `E / C`: the rule of renewal-reward theory for a gain that falls
-    from step to step.
+    A cycle of draft steps and one verify forward commits `E` tokens in expectation and takes `C` seconds. One more step
+    adds to `E` the probability that its draft will be committed, and to `C` its own time and that of verifying its
+    drafts. Stop as soon as that marginal rate falls below `E / C`: the rule of renewal-reward theory for a gain that
+    falls from step to step.
     """
     count = len(rows)
     step = costs.draft_fixed + costs.draft_row * count + costs.verify_token * count

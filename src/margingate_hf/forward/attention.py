@@ -2,9 +2,9 @@
 
 The verifier's form (`verify_attention`) cuts keys into blocks of `KV_BLOCK` anchored at position 0 and queries into
 tiles, so that every matrix product has the bits of one shape (`query_tiles.py`); block results are summed in the order
-of the blocks. A block that a query cannot see contributes exact zeros, so neither the company, nor the cut into
-windows, nor the capacity can reach a row's bits. The fast form is SDPA, or the textbook formula where a model caps its
-scores or has sinks.
+of the blocks. A block that a query cannot see contributes exact zeros, so neither the rest of the batch, nor the cut
+into forwards, nor the capacity can reach a row's bits. The fast form is SDPA, or the textbook formula where a model
+caps its scores or has sinks.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def decode_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """
-    Attention of a fast step. Drafts only: nothing it computes is committed without the verifier's agreement.
+    Attention of a draft step. Drafts only: nothing it computes is committed without the verifier's agreement.
 
     Args:
         query (`torch.Tensor` of shape `[rows, heads, 1, dim]`, the model's dtype).
-        keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`): what the stores hand a fast step, in the
-            model's dtype or float32, in which the products are then taken.
+        keys, values (`torch.Tensor` of shape `[rows, kv_heads, length, dim]`): what the stores hand a draft step, in
+            the model's dtype or float32, in which the products are then taken.
         context ([`DecodeContext`]): positions of the step. The rest as in [`verify_attention`].
 
     Returns:

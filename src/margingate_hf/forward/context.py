@@ -1,8 +1,8 @@
-"""Which tokens one forward pass covers, and where their keys lie. Computed once a pass, read by every layer.
+"""The forward context: which tokens one forward covers, and where their keys lie. Made once, read by every layer.
 
-A pass hands the model only token ids and position ids; everything that depends on the batch (which cache row a token
-belongs to, how far it may look back) travels beside the model in a thread-local `Context`, so the model's own forward
-stays unmodified and a stock call in another thread sees nothing of it.
+A verify forward hands the model only token ids and position ids; everything that depends on the batch (which cache row
+a token belongs to, how far it may look back) travels beside the model in a thread-local `Context`, so the model's own
+forward stays unmodified and a stock call in another thread sees nothing of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Segment:
         return self.start + len(self.tokens)
 
 
-# `(slot, first flat index, first position, tokens)`, as the spans of a pass.
+# `(slot, first flat index, first position, tokens)`, as the spans of a verify forward.
 _Tile = tuple[int, int, int, int]
 
 
@@ -57,7 +57,8 @@ class Round:
 
     Attributes:
         slots: cache rows, in the order of the leading dimension below.
-        query_index: int64 `[rows, queries]`, index into the pass's flat tokens; fillers point one past the end.
+        query_index: int64 `[rows, queries]`, index into the verify forward's flat tokens; fillers point one past the
+            end.
         query_position: int64 `[rows, queries]`; fillers sit at position 0, and what they give is dropped.
         n_blocks: KV blocks that the furthest query of the round needs.
         clear: leading blocks of which every query sees all keys.
@@ -117,12 +118,12 @@ class AttentionRecord:
 @dataclass
 class VerifyContext:
     """
-    A verifier pass over the flat tokens of several segments (model batch 1, length `n_tokens`).
+    A verify forward over the flat tokens of several segments (model batch 1, length `n_tokens`).
 
     Attributes:
         slots, positions: int64 `[n_tokens]`, cache row and position of each token.
         spans: `(slot, first flat index, first position, tokens)` of each segment.
-        n_rows: leading cache rows that the pass reads; `length`: one past the furthest position.
+        n_rows: leading cache rows that the verify forward reads; `length`: one past the furthest position.
         long: bool `[n_tokens]`, tokens of rows that use the long rotary table; `None` if there are none.
         backend: what runs the operations of this forward.
         record: filled in by the self-test's own forward, `None` in all others.
@@ -144,12 +145,12 @@ class VerifyContext:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the pass."""
+        """Tokens of the verify forward."""
         return self.slots.shape[0]
 
     @property
     def n_blocks(self) -> int:
-        """KV blocks that the pass reads."""
+        """KV blocks that the verify forward reads."""
         return -(-self.length // KV_BLOCK)
 
     def noted(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,7 +208,7 @@ class VerifyContext:
 @dataclass
 class DecodeContext:
     """
-    A fast step: one token for each of `n_rows` consecutive cache rows (model batch `n_rows`, length 1).
+    A draft step: one token for each of `n_rows` consecutive cache rows (model batch `n_rows`, length 1).
 
     Attributes:
         positions: int64 `[n_rows]`, the position each row's token takes.
@@ -317,7 +318,7 @@ _state = threading.local()
 
 
 def current_context() -> Context | None:
-    """The context of the pass that this thread is in, or `None` outside our passes."""
+    """The context of the verify forward that this thread is in, or `None` outside our forwards."""
     return getattr(_state, "context", None)
 
 

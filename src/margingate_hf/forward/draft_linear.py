@@ -1,4 +1,4 @@
-"""Lets a fast step take its matrix products from elsewhere than torch; `verifier/draft_products.py` has them."""
+"""Lets a draft step take its matrix products from elsewhere than torch; `verifier/draft_products.py` has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .context import DecodeContext, current_context
 
 
 class DraftLinear(torch.nn.Linear):
-    """The class of a plain linear layer in a [`twin`]: in a fast step the context's product stands in for torch's."""
+    """The class of a plain linear layer in a [`twin`]: in a draft step the context's product stands in for torch's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 # Context manager: inside it, torch calls of this thread go straight to torch. Used around our own attention and cache
-# writes, which the model's forward calls in the middle of a verifier pass. Re-entrant. Entered and left in C: an
+# writes, which the model's forward calls in the middle of a verify forward. Re-entrant. Entered and left in C: an
 # interrupt cannot fall between taking the state and the block that gives it back.
 fixed_plan = torch._C.DisableTorchFunction
 

@@ -1,8 +1,8 @@
 """What a model's layers declare of how far they see, and the same model with every such length made short.
 
-A sliding window of 4,096 tokens makes no difference to a text of 137, so a test on short texts cannot tell a layer that
-applies it from one that does not. The self-test therefore runs on a copy whose lengths are below its own, both in our
-forward and in the model's own.
+A sliding window of 4,096 tokens makes no difference to a sequence of 137, so a test on short sequences cannot tell a
+layer that applies it from one that does not. The self-test therefore runs on a copy whose lengths are below its own,
+both in our forward and in the model's own.
 """
 
 from __future__ import annotations

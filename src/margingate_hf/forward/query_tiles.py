@@ -1,8 +1,8 @@
 """One tile of queries against blocks of keys, and how many queries a tile may hold without moving a bit.
 
-The bits of a query are those of a tile of `QUERY_TILE`. A library product of fewer or more rows may take another inner
-loop and so another order of summation, or it may not: `tile_sizes` compares, and only sizes that agree to the last bit
-are used. Small tiles spare a decode window its fillers, large ones a prompt its many calls.
+The bits of a query are those of a tile of `QUERY_TILE`. BLAS may pick a different kernel, and summation order, for a
+different row count. `tile_sizes` probes which sizes give bit-identical results, and only those are used. Small tiles
+spare short inputs their padding; large ones spare a prompt its many calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The attention, mask and experts functions of our forwards, registered with transformers under one name.
 
-Only the configs of a [`twin`] carry that name, so these functions run inside a pass of ours and nowhere else. Called
-without one they raise: attention without a mask would be a wrong answer that looks like a right one.
+Only the configs of a [`twin`] carry that name, so these functions run inside a verify forward of ours and nowhere else.
+Called without one they raise: attention without a mask would be a wrong answer that looks like a right one.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def margingate_mask(*args: Any, **kwargs: Any) -> None:
 
 def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """
-    Mixture-of-experts forward: in a verifier pass the model's own eager loop, expert by expert, whose linears the
-    operator mode routes (the grouped form rounds FP32 activations to the weights' dtype); in a fast step the
+    Mixture-of-experts forward: in a verify forward the model's own eager loop, expert by expert, whose linears the
+    operator mode routes (the grouped form rounds FP32 activations to the weights' dtype); in a draft step the
     implementation that the model itself uses.
 
     Args:
@@ -100,8 +100,8 @@ def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> to
 
 def forward_twin(model: torch.nn.Module, short: bool = False, adapter: str | None = None) -> Any:
     """
-    A [`twin`] of a model that our passes run on: our attention, the rotary tables pinned to each row, and linear layers
-    that a fast step may take from packed weights.
+    A [`twin`] of a model that our forwards run on: our attention, the rotary tables pinned to each row, and linear
+    layers that a draft step may take from packed weights.
 
     Args:
         model (`torch.nn.Module`): the model; not changed.

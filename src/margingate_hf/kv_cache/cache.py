@@ -1,7 +1,7 @@
 """A ragged, left-aligned K/V cache: slot == position in every row, so rollback is a length and repair is a write.
 
-Each layer keeps keys and values in a [`KVStore`] each, in the format of the device's backend. A fast step writes
-what the fast path reads; a verifier pass writes over it, which is the column repair.
+Each layer keeps keys and values in a [`KVStore`] each, in the format of the device's backend. A draft step writes
+what the draft path reads; a verify forward writes over it, which is the column repair.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ class MarginGateLayer(DynamicLayer):
         """Extends the stores to the owner's capacity, keeping what they hold."""
         if self.stores is not None:
             cache = self._cache
-            keys, values = (store.grown(cache.capacity, cache.reach) for store in self.stores)
+            keys, values = (store.grown(cache.capacity, cache.high_water) for store in self.stores)
             self._hold(keys, values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Writes the columns of the pass that this thread is in.
+        Writes the entries of the verify forward that this thread is in.
 
         Args:
-            key_states, value_states (`torch.Tensor` of shape `[1, heads, tokens, dim]` in a verifier pass, float32, or
-                `[rows, heads, 1, dim]` in a fast step, the model's dtype).
+            key_states, value_states (`torch.Tensor` of shape `[1, heads, tokens, dim]` in a verify forward, float32, or
+                `[rows, heads, 1, dim]` in a draft step, the model's dtype).
 
         Returns:
             What the registered attention reads, see [`KVStore`]. Views, no copies.
 
         Raises:
-            `RuntimeError`: called outside a pass of ours; a ragged cache means nothing to stock code.
+            `RuntimeError`: called outside a verify forward of ours; a ragged cache means nothing to stock code.
         """
         context = current_context()
         if context is None:
@@ -111,7 +111,7 @@ class MarginGateLayer(DynamicLayer):
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchanges two rows in place."""
-        count = max(self._cache.reach[a], self._cache.reach[b])
+        count = max(self._cache.high_water[a], self._cache.high_water[b])
         for store in self.stores or ():
             store.swap_rows(a, b, count)
 
@@ -128,11 +128,11 @@ class MarginGateLayer(DynamicLayer):
             "or `cache.to_dynamic_cache()` for a stock one that can be off-loaded."
         )
 
-    # What a stock layer does to its own tensors would leave the cache's lengths and its verified columns untrue.
+    # What a stock layer does to its own tensors would leave the cache's lengths and its verified entries untrue.
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
 
     def get_seq_length(self) -> int:
-        """Columns of the longest row."""
+        """Entries of the longest row."""
         return max(self._cache.lengths, default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class MarginGateLayer(DynamicLayer):
 @dataclass(frozen=True)
 class CacheIdentity:
     """
-    What a committed column is a function of, beside its tokens.
+    What a committed entry is a function of, beside its tokens.
 
     Attributes:
         weights: hash of weights, buffers and adapter state.
@@ -172,18 +172,18 @@ class MarginGateCache(DynamicCache):
         n_layers (`int`): attention layers of the model.
         rows (`int`): rows to hold.
         dtype (`torch.dtype`): the model's dtype.
-        kv_dtype (`str`, *optional*, defaults to `"split"`): format of committed columns, see [`MarginGateConfig`].
+        kv_dtype (`str`, *optional*, defaults to `"split"`): format of committed entries, see [`MarginGateConfig`].
         new_store (`Callable`, *optional*): makes a [`KVStore`], by default the one for exact runs on CPU.
 
     Attributes:
-        tokens (`list[list[int]]`): ids of the columns each row holds.
-        verified (`list[int]`): leading columns of each row that a verifier pass has written.
-        reach (`list[int]`): columns of each row that may hold anything but zeros.
+        tokens (`list[list[int]]`): ids of the entries each row holds.
+        verified (`list[int]`): leading entries of each row that a verify forward has written.
+        high_water (`list[int]`): largest length of each row since it was last cleared; everything beyond it is zero.
         long_rows (`list[bool]`): rows whose keys are rotated by the long table, see `rope.py`.
-        broken (`list[int | None]`): the first column of each row that holds a replacement for a key or value that was
+        broken (`list[int | None]`): the first entry of each row that holds a replacement for a key or value that was
             NaN or too large; nothing from there on is canonical.
         adapters (`list[str | None]`): the PEFT adapter of each row, where a call gives each its own.
-        identity ([`CacheIdentity`]): what the columns were computed with.
+        identity ([`CacheIdentity`]): what the entries were computed with.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class MarginGateCache(DynamicCache):
         self.identity: CacheIdentity | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.verified: list[int] = [0] * rows
-        self.reach: list[int] = [0] * rows
+        self.high_water: list[int] = [0] * rows
         self.long_rows: list[bool] = [False] * rows
         self.broken: list[int | None] = [None] * rows
         self.adapters: list[str | None] = [None] * rows
@@ -219,11 +219,11 @@ class MarginGateCache(DynamicCache):
 
     @property
     def lengths(self) -> list[int]:
-        """Columns each row holds, drafts included."""
+        """Entries each row holds, drafts included."""
         return [len(ids) for ids in self.tokens]
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` columns a row, by whole blocks."""
+        """Makes room for `length` entries a row, by whole blocks."""
         if length > self.capacity:
             self.capacity = whole_blocks(length)
             for layer in self.layers:
@@ -231,41 +231,44 @@ class MarginGateCache(DynamicCache):
 
     def extend(self, slot: int, start: int, tokens: Sequence[int], verified: bool) -> None:
         """
-        Records that columns `start ...` of a row now hold `tokens`; called once the pass that wrote them has returned.
+        Records that entries `start ...` of a row now hold `tokens`; called once the verify forward that wrote them has
+        returned.
 
         Raises:
-            `ValueError`: `start` would leave a hole, or a draft would overwrite a verified column.
+            `ValueError`: `start` would leave a hole, or a draft would overwrite a verified entry.
         """
         ids = self.tokens[slot]
         if start > len(ids):
-            raise ValueError(f"`start` {start} leaves a hole: row {slot} holds {len(ids)} columns.")
+            raise ValueError(f"`start` {start} leaves a hole: row {slot} holds {len(ids)} entries.")
         if start < self.verified[slot]:
-            raise ValueError(f"`start` {start} would overwrite a verified column of row {slot}.")
+            raise ValueError(f"`start` {start} would overwrite a verified entry of row {slot}.")
         if verified and start != self.verified[slot]:
-            raise ValueError(f"row {slot} is verified up to {self.verified[slot]}, a pass cannot start at {start}.")
+            raise ValueError(
+                f"row {slot} is verified up to {self.verified[slot]}, a verify forward cannot start at {start}."
+            )
         del ids[start:]
         ids.extend(tokens)
-        self.reach[slot] = max(self.reach[slot], len(ids))
+        self.high_water[slot] = max(self.high_water[slot], len(ids))
         if verified:
             self.verified[slot] = len(ids)
 
     def touch(self, slot: int, length: int) -> None:
-        """Notes that a forward is about to write a row's columns up to `length`, whether or not it will return."""
-        self.reach[slot] = max(self.reach[slot], length)
+        """Notes that a forward is about to write a row's entries up to `length`, whether or not it will return."""
+        self.high_water[slot] = max(self.high_water[slot], length)
 
     def mark_broken(self, slot: int, position: int) -> None:
-        """Notes that a column of a row holds a replacement for what could not be held."""
+        """Notes that an entry of a row holds a replacement for what could not be held."""
         first = self.broken[slot]
         self.broken[slot] = position if first is None else min(first, position)
 
     def sound(self, slot: int) -> int:
-        """Verified columns of a row before the first that holds a replacement."""
+        """Verified entries of a row before the first that holds a replacement."""
         first = self.broken[slot]
         return self.verified[slot] if first is None else min(first, self.verified[slot])
 
     def rollback(self, slot: int, length: int) -> None:
         """
-        Drops a row's columns from `length` on. They are zeroed: a later query masks them, and only a finite number
+        Drops a row's entries from `length` on. They are zeroed: a later query masks them, and only a finite number
         survives that.
 
         Raises:
@@ -277,18 +280,18 @@ class MarginGateCache(DynamicCache):
         self.verified[slot] = min(self.verified[slot], length)
         broken = self.broken[slot]
         self.broken[slot] = None if broken is None or broken >= length else broken
-        if self.reach[slot] > length:
+        if self.high_water[slot] > length:
             for store in self._stores():
-                store.clear(slot, length, self.reach[slot])
-            self.reach[slot] = length
+                store.clear(slot, length, self.high_water[slot])
+            self.high_water[slot] = length
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one column of one row over all layers; 0 before the first pass."""
+        """Bytes of one entry of one row over all layers; 0 before the first verify forward."""
         return sum(store.nbytes for store in self._stores()) // max(1, self.rows * self.capacity)
 
     def clear(self, slot: int) -> None:
-        """Empties a row for another text."""
+        """Empties a row for another sequence."""
         self.rollback(slot, 0)
 
     def reset(self) -> None:
@@ -298,7 +301,7 @@ class MarginGateCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """
-        Drops the last columns of every row.
+        Drops the last entries of every row.
 
         Args:
             tokens_to_remove (`int`): minus their number, as in transformers; a row that has fewer is emptied.
@@ -309,7 +312,7 @@ class MarginGateCache(DynamicCache):
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}: rows have lengths of their own, so "
-                "they are not cut to one. Pass minus the number of columns to drop from each."
+                "they are not cut to one. Pass minus the number of entries to drop from each."
             )
         for slot, length in enumerate(self.lengths):
             self.rollback(slot, max(0, length + tokens_to_remove))
@@ -337,23 +340,23 @@ class MarginGateCache(DynamicCache):
             layer.select_rows(rows)
         self.tokens = [list(self.tokens[row]) for row in rows]
         self.verified = [self.verified[row] for row in rows]
-        self.reach = [self.reach[row] for row in rows]
+        self.high_water = [self.high_water[row] for row in rows]
         self.long_rows = [self.long_rows[row] for row in rows]
         self.broken = [self.broken[row] for row in rows]
         self.adapters = [self.adapters[row] for row in rows]
         self.rows = len(rows)
 
     def export_entries(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
-        """Copies of a row's committed columns in the stores' own format: for each layer keys, then values."""
+        """Copies of a row's committed entries in the stores' own format: for each layer keys, then values."""
         return [store.export(slot, start, stop) for store in self._stores()]
 
     def _stores(self) -> list[KVStore]:
-        """For each layer keys, then values; none before the first pass."""
+        """For each layer keys, then values; none before the first verify forward."""
         return [store for layer in self.layers for store in layer.stores or ()]
 
     def load_entries(self, slot: int, start: int, columns: Sequence[torch.Tensor]) -> None:
         """
-        Writes columns that a cache of the same identity has exported; `extend` records them.
+        Writes entries that a cache of the same identity has exported; `extend` records them.
         """
         for index, layer in enumerate(self.layers):
             keys, values = columns[2 * index : 2 * index + 2]
@@ -371,7 +374,7 @@ class MarginGateCache(DynamicCache):
             layer.swap_rows(a, b)
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
         self.verified[a], self.verified[b] = self.verified[b], self.verified[a]
-        self.reach[a], self.reach[b] = self.reach[b], self.reach[a]
+        self.high_water[a], self.high_water[b] = self.high_water[b], self.high_water[a]
         self.long_rows[a], self.long_rows[b] = self.long_rows[b], self.long_rows[a]
         self.broken[a], self.broken[b] = self.broken[b], self.broken[a]
         self.adapters[a], self.adapters[b] = self.adapters[b], self.adapters[a]
@@ -383,11 +386,11 @@ class MarginGateCache(DynamicCache):
         return torch.tensor([self.long_rows[slot] for slot in slots], device=device)
 
     def variant(self, slot: int) -> tuple:
-        """What a row's columns depend on beside the cache's identity and its tokens: rotary table and adapter."""
+        """What a row's entries depend on beside the cache's identity and its tokens: rotary table and adapter."""
         return self.long_rows[slot], self.adapters[slot]
 
     def common_prefix(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many leading `tokens` a row's verified columns already hold."""
+        """How many leading `tokens` a row's verified entries already hold."""
         held = self.tokens[slot][: self.sound(slot)]
         for index, (mine, theirs) in enumerate(zip(held, tokens, strict=False)):
             if mine != theirs:
@@ -402,11 +405,11 @@ class MarginGateCache(DynamicCache):
 
     def check(self) -> None:
         """
-        Checks the state that every pass must leave behind.
+        Checks the state that every verify forward must leave behind.
 
         Raises:
-            `AssertionError`: a row is longer than the stores, more columns are verified than held, a committed column
-            is not in its format, or the fast path would read something else than the committed value.
+            `AssertionError`: a row is longer than the stores, more entries are verified than held, a committed entry
+            is not in its format, or the draft path would read something else than the committed value.
         """
         for slot in range(self.rows):
             held, verified = len(self.tokens[slot]), self.verified[slot]
@@ -416,19 +419,19 @@ class MarginGateCache(DynamicCache):
                     continue
                 for store, exact in zip(layer.stores or (), self.committed(index, slot), strict=True):
                     where = f"layer {index}, row {slot}"
-                    assert torch.isfinite(exact).all(), f"{where}: a committed column is not finite"
+                    assert torch.isfinite(exact).all(), f"{where}: a committed entry is not finite"
                     again = round_to_planes(exact, self.dtype, self.planes)
-                    assert torch.equal(again, exact), f"{where}: a committed column is not in its planes' format"
+                    assert torch.equal(again, exact), f"{where}: a committed entry is not in its planes' format"
                     assert store.repaired(slot, verified), (
-                        f"{where}: the fast path reads a column that was not repaired"
+                        f"{where}: the draft path reads an entry that was not repaired"
                     )
 
     def to_dynamic_cache(self) -> tuple[DynamicCache, torch.Tensor]:
         """
-        A stock, left-padded copy of the columns, in the model's dtype.
+        A stock, left-padded copy of the entries, in the model's dtype.
 
         Returns:
-            `(cache, attention_mask)`: a [`~transformers.DynamicCache`] of `max(lengths)` columns, and its int64 mask
+            `(cache, attention_mask)`: a [`~transformers.DynamicCache`] of `max(lengths)` entries, and its int64 mask
             `[rows, max(lengths)]`, 0 on padding.
         """
         lengths = self.lengths

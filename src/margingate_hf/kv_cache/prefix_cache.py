@@ -1,8 +1,8 @@
-"""Verified columns kept by what they are a function of, their tokens, so that a shared prefix is read once.
+"""Prefix cache: verified K/V blocks keyed by their token ids.
 
-A committed column depends on the tokens up to it and on nothing else, so a copy of it is the column: reuse changes no
-bit. Columns are kept in blocks, each under its parent block and its own token ids, so texts that share a beginning
-share its blocks. The least recently used leaves go first.
+A committed entry depends on the tokens up to it and on nothing else, so reusing a copy changes no bit. Each block is
+found under its parent block and its own token ids, so sequences that share a beginning share its blocks. The least
+recently used leaves are dropped first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from .cache import CacheIdentity, MarginGateCache
 
-PREFIX_BLOCK = 32  # columns of a block; what is left over at the end of a shared prefix is read again
+PREFIX_BLOCK = 32  # entries of a block; what is left over at the end of a shared prefix is read again
 
 
 @dataclass(eq=False)
@@ -26,26 +26,26 @@ class Block:
     Attributes:
         parent: the block before it, or the root.
         tokens: its token ids.
-        columns: for each layer keys, then values: what [`~margingate_hf.kv_cache.stores.KVStore.export`] gave.
+        entries: for each layer keys, then values: what [`~margingate_hf.kv_cache.stores.KVStore.export`] gave.
         children: blocks behind it, by their tokens.
         used: when it was last looked up; larger is later.
     """
 
     parent: Block | None
     tokens: tuple[int, ...]
-    columns: list[torch.Tensor] = field(default_factory=list)
+    entries: list[torch.Tensor] = field(default_factory=list)
     children: dict[tuple[int, ...], Block] = field(default_factory=dict)
     used: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its columns."""
-        return sum(column.numel() * column.element_size() for column in self.columns)
+        """Bytes of its entries."""
+        return sum(entry.numel() * entry.element_size() for entry in self.entries)
 
 
 class PrefixCache:
     """
-    Blocks of verified columns. May be used by several threads at once.
+    Blocks of verified entries. May be used by several threads at once.
 
     Args:
         budget (`int`): bytes it may hold; 0 keeps nothing.
@@ -63,19 +63,21 @@ class PrefixCache:
         self.misses = 0
         self.nbytes = 0
         self._identity: tuple[CacheIdentity | None, str] | None = None
-        self._roots: dict[tuple, Block] = {}  # by what else a row's columns depend on, see `MarginGateCache.variant`
+        self._roots: dict[tuple, Block] = {}  # by what else a row's entries depend on, see `MarginGateCache.variant`
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
 
     def bind(self, cache: MarginGateCache) -> None:
-        """Makes the store fit a cache; blocks of other weights, another plan or another format are dropped."""
+        """
+        Makes the prefix cache fit a K/V cache; blocks of other weights, another plan or another format are dropped.
+        """
         with self._lock:
             if not self._fits(cache):
                 self._identity = (cache.identity, cache.kv_dtype)
                 self.clear()
 
     def _fits(self, cache: MarginGateCache) -> bool:
-        """Whether the store holds what this cache's columns are. Another run may have bound it to other weights."""
+        """Whether it holds what this cache's entries are. Another run may have bound it to other weights."""
         return self._identity == (cache.identity, cache.kv_dtype)
 
     def clear(self) -> None:
@@ -104,19 +106,19 @@ class PrefixCache:
 
     def load(self, cache: MarginGateCache, slot: int, blocks: Sequence[Block], held: int) -> int:
         """
-        Copies blocks into a row that already holds its first `held` columns, a whole number of blocks.
+        Copies blocks into a row that already holds its first `held` entries, a whole number of blocks.
 
         Returns:
-            Columns copied.
+            Entries copied.
         """
         fresh = blocks[held // PREFIX_BLOCK :]
         if not fresh:
             return 0
         stop = held + len(fresh) * PREFIX_BLOCK
         cache.reserve(stop)
-        columns = [torch.cat(parts, dim=-2) for parts in zip(*(block.columns for block in fresh), strict=True)]
+        entries = [torch.cat(parts, dim=-2) for parts in zip(*(block.entries for block in fresh), strict=True)]
         cache.touch(slot, stop)
-        cache.load_entries(slot, held, columns)
+        cache.load_entries(slot, held, entries)
         cache.extend(slot, held, [token for block in fresh for token in block.tokens], verified=True)
         with self._lock:
             self.hits += stop - held
@@ -124,7 +126,7 @@ class PrefixCache:
 
     def insert(self, cache: MarginGateCache, slot: int, wanted: frozenset[int] | None = None) -> None:
         """
-        Takes up the full blocks of a row's verified columns that are not held yet.
+        Takes up the full blocks of a row's verified entries that are not held yet.
 
         Args:
             cache ([`MarginGateCache`]): nothing is taken from one that the store is not bound to.
@@ -190,6 +192,6 @@ def shared_blocks(prompts: Sequence[Sequence[int]]) -> frozenset[int]:
 def block_keys(tokens: Sequence[int], start: int) -> list[int]:
     """
     The numbers of a prompt's full blocks from `start` on, a whole number of blocks, the last token left out: equal for
-    equal beginnings. Two rows with one number by chance read in turn instead of at once, no more.
+    equal beginnings. A hash collision only delays a row; it never changes output.
     """
     return [number for _, number in _numbered(tokens, len(tokens) - 1)][start // PREFIX_BLOCK :]

@@ -1,4 +1,4 @@
-"""How one layer keeps its keys, or its values: what the fast path reads, what the verifier reads, and the repair."""
+"""How one layer keeps its keys, or its values: what the draft path reads, what the verifier reads, and the repair."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .formats import largest_held, round_to_planes, split_planes
 
 class KVStore(ABC):
     """
-    Columns of `rows` rows, up to a capacity.
+    Entries of `rows` rows, up to a capacity.
 
     Args:
         rows, heads, capacity, dim (`int`): sizes.
         dtype (`torch.dtype`): the model's dtype, that of a plane.
-        planes (`int`): format of committed columns, see [`MarginGateConfig`].
+        planes (`int`): format of committed entries, see [`MarginGateConfig`].
         device (`torch.device`): where.
     """
 
@@ -37,7 +37,7 @@ class KVStore(ABC):
         self.rows, self.heads, self.capacity, self.dim = rows, heads, capacity, dim
         self.dtype, self.planes, self.device = dtype, planes, device
         # A buffer made in inference mode could not be written by a later, ordinary call. Zeros, not garbage: a masked
-        # column is multiplied by an exact 0, which only a finite number survives.
+        # entry is multiplied by an exact 0, which only a finite number survives.
         with torch.inference_mode(False):
             self._allocate()
 
@@ -66,27 +66,27 @@ class KVStore(ABC):
     @property
     @abstractmethod
     def draft(self) -> torch.Tensor:
-        """What the fast path reads and writes, `[rows, heads, capacity, dim]`."""
+        """What the draft path reads and writes, `[rows, heads, capacity, dim]`."""
 
     @abstractmethod
     def repair(self, states: torch.Tensor, context: VerifyContext) -> torch.Tensor:
-        """Writes verified columns, float32 `[tokens, heads, dim]`; returns what the verifier's attention reads."""
+        """Writes verified entries, float32 `[tokens, heads, dim]`; returns what the verifier's attention reads."""
 
     def drafted(self, context: DecodeContext) -> torch.Tensor:
-        """What the fast step's attention reads: a view `[rows, heads, length, dim]` of `draft`."""
+        """What the draft step's attention reads: a view `[rows, heads, length, dim]` of `draft`."""
         return self.draft[context.first : context.first + context.n_rows, :, : context.length]
 
     @abstractmethod
     def committed(self, slot: int, count: int) -> torch.Tensor:
-        """The first `count` columns of a row as the verifier reads them, float32 `[heads, count, dim]`."""
+        """The first `count` entries of a row as the verifier reads them, float32 `[heads, count, dim]`."""
 
     @abstractmethod
     def repaired(self, slot: int, count: int) -> bool:
-        """Whether the fast path reads what was committed in the first `count` columns of a row."""
+        """Whether the draft path reads what was committed in the first `count` entries of a row."""
 
     def write_draft(self, states: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """
-        Writes one drafted column a row, `[rows, heads, dim]`; returns what the fast step's attention reads. Finite: a
+        Writes one drafted entry a row, `[rows, heads, dim]`; returns what the draft step's attention reads. Finite: a
         dropped draft stays where the verifier weighs it by an exact 0.
         """
         self.draft[context.slots, :, context.positions] = states.to(self.draft.dtype).nan_to_num()
@@ -94,19 +94,19 @@ class KVStore(ABC):
 
     def write_trusted(self, slot: int, columns: torch.Tensor) -> None:
         """
-        Writes a row's first columns as another cache of the model's own forward holds them, `[heads, count, dim]`, in
-        the model's dtype. For gated runs, whose stores keep one plane: what the fast path wrote is what the verifier
+        Writes a row's first entries as another cache of the model's own forward holds them, `[heads, count, dim]`, in
+        the model's dtype. For gated runs, whose stores keep one plane: what the draft path wrote is what the verifier
         reads, as the cache stands.
         """
         self.draft[slot, :, : columns.shape[1]] = columns
 
     def export(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """A copy of committed columns in the store's own format, `[..., heads, stop - start, dim]`; see `load`."""
+        """A copy of committed entries in the store's own format, `[..., heads, stop - start, dim]`; see `load`."""
         return self.committed(slot, stop)[:, start:].clone()
 
     @abstractmethod
     def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
-        """Writes columns that a store of the same format has exported, bit for bit."""
+        """Writes entries that a store of the same format has exported, bit for bit."""
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +115,7 @@ class KVStore(ABC):
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def clear(self, slot: int, start: int, stop: int) -> None:
-        """Zeroes columns of a row: what is masked is multiplied by an exact 0, which NaN would survive."""
+        """Zeroes entries of a row: what is masked is multiplied by an exact 0, which NaN would survive."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -131,7 +131,7 @@ class KVStore(ABC):
         return copy
 
     def grown(self, capacity: int, counts: Sequence[int]) -> KVStore:
-        """A larger store that holds the same first `counts[slot]` columns of each row."""
+        """A larger store that holds the same first `counts[slot]` entries of each row."""
         larger = type(self)(self.rows, self.heads, capacity, self.dim, self.dtype, self.planes, self.device)
         for name in self.tensors:
             mine, theirs = getattr(self, name), getattr(larger, name)
@@ -142,7 +142,7 @@ class KVStore(ABC):
         return larger
 
     def swap_rows(self, a: int, b: int, count: int) -> None:
-        """Exchanges the first `count` columns of two rows in place."""
+        """Exchanges the first `count` entries of two rows in place."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -154,9 +154,11 @@ class KVStore(ABC):
 
 class WholeStore(KVStore):
     """
-    For CPU: one FP32 value for both passes, the planes' sum once a pass has written it, the model's own until then.
+    For CPU: one FP32 value for verify forwards and draft steps. It is the planes' sum once a verify forward has written
+        it,
+    and the model's own until then.
 
-    As large as two 16-bit planes. A fast step that attends in FP32 takes no longer than in BF16 here, and drafts from
+    As large as two 16-bit planes. A draft step that attends in FP32 takes no longer than in BF16 here, and drafts from
     what was committed, unrounded.
     """
 
@@ -181,7 +183,7 @@ class WholeStore(KVStore):
         return self.exact[slot, :, :count]
 
     def load(self, slot: int, start: int, columns: torch.Tensor) -> None:
-        """See [`KVStore`]; columns are float32 `[heads, count, dim]`."""
+        """See [`KVStore`]; entries are float32 `[heads, count, dim]`."""
         self.exact[slot, :, start : start + columns.shape[1]] = columns
 
     def repaired(self, slot: int, count: int) -> bool:
@@ -191,11 +193,12 @@ class WholeStore(KVStore):
 
 class PlaneStore(KVStore):
     """
-    The planes as they are, `[planes, rows, heads, capacity, dim]` in the model's dtype: the fast path reads the first,
-    the verifier the sum of all of them. Three planes keep the value whole, in FP32, beside what the fast path reads.
+    The planes as they are, `[planes, rows, heads, capacity, dim]` in the model's dtype: the draft path reads the first,
+    the verifier the sum of all of them. Three planes keep the value whole, in FP32, beside what the draft path reads.
 
-    On CPU the sum is a copy of the rows of a pass. Used where a fast step must read the model's own dtype: one plane,
-    a gated run, and models that compute with what the cache returns before they call attention (latent attention).
+    On CPU the sum is a copy of the rows of a verify forward. Used where a draft step must read the model's own dtype:
+    one plane, a gated run, and models that compute with what the cache returns before they call attention (latent
+    attention).
     """
 
     tensors = ("_planes", "whole")
@@ -230,7 +233,7 @@ class PlaneStore(KVStore):
         return self._summed(context)
 
     def _summed(self, context: VerifyContext) -> torch.Tensor:
-        """The rows of a pass, the planes added; other rows are zeros."""
+        """The rows of a verify forward, the planes added; other rows are zeros."""
         length = context.n_blocks * KV_BLOCK
         kept = self._kept[:, : context.n_rows, :, :length]
         if kept.dtype == torch.float32:

@@ -45,10 +45,10 @@ SECONDS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 
 class StopStrings:
     """
-    Whether a row's own new text holds a stop string; asked after every token, as for a batch of one.
+    Whether a row's own output holds a stop string; asked after every token, as for a batch of one.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): special tokens are part of the text it is asked about.
+        tokenizer (`PreTrainedTokenizerBase`): special tokens are part of what is searched.
         strings (`Sequence[str]`): stops.
     """
 
@@ -70,7 +70,7 @@ class StopStrings:
 
 class MarginGateLM(HFLM):
     """
-    `hf` with the gate: every generated text and every log-probability is that of the prompt alone.
+    `hf` with the gate: every output and every log-probability is that of the prompt alone.
 
     Args:
         pretrained (`str` or `PreTrainedModel`): as for `hf`.
@@ -130,10 +130,10 @@ class MarginGateLM(HFLM):
         Continues each request to its own first stop.
 
         Args:
-            requests (`list[Instance]`): `(context, gen_kwargs)` each; decoded through `batch_size` places.
+            requests (`list[Instance]`): `(context, gen_kwargs)` each; at most `batch_size` are decoded at once.
 
         Returns:
-            One text a request, post-processed as `hf` does.
+            One output a request, post-processed as `hf` does.
         """
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):

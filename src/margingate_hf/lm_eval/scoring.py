@@ -40,15 +40,15 @@ def score_continuations(
     """
     Scores `(context, continuation)` pairs by the verifier.
 
-    Continuations of one context share its columns, and contexts that begin alike share those through the prefix store;
-    neither changes a bit, since a column is a function of the tokens up to it.
+    Continuations of one context share its entries, and contexts that begin alike share those through the prefix store;
+    neither changes a bit, since an entry is a function of the tokens up to it.
 
     Args:
         model (`PreTrainedModel`): the model of `verifier`.
         pairs: token ids, both parts non-empty.
-        kv_dtype (`str`): format of the columns, see [`MarginGateConfig`].
-        rows (`int`, *optional*, defaults to 8): continuations of one pass.
-        prefixes ([`PrefixCache`], *optional*): columns to start from and to add to.
+        kv_dtype (`str`): format of the entries, see [`MarginGateConfig`].
+        rows (`int`, *optional*, defaults to 8): continuations of one verify forward.
+        prefixes ([`PrefixCache`], *optional*): entries to start from and to add to.
         tick (`Callable`, *optional*): told how many pairs have been scored.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Matrix products of the fast step on a CPU, from weights that were packed once.
+"""Matrix products of the draft step on a CPU, from weights that were packed once.
 
 torch's own 16-bit product brings the weight into oneDNN's layout at every call, which for a step of a few rows costs as
 much as the product; a processor without 16-bit products takes its time row by row. No draft is committed without the

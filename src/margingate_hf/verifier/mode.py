@@ -1,4 +1,4 @@
-"""The strict operator mode: what each torch call of the model's own forward becomes during a verifier pass.
+"""The strict operator mode: what each torch call of the model's own forward becomes during a verify forward.
 
 Deny by default. A call is routed to a fixed-plan form (`ROUTED`), or stands on the audited list of calls that are
 exact or

@@ -34,7 +34,7 @@ _LARGEST = 1024  # entries of a list or a dict that are looked at
 
 
 def describe_state(model: torch.nn.Module) -> str:
-    """Everything beside tensors that a forward of the model may read, the same text in every process."""
+    """Everything beside tensors that a forward of the model may read, the same in every process."""
     lines = [json.dumps(_config_fields(config), sort_keys=True, default=str) for config in configs_of(model)]
     for name, module in model.named_modules():
         lines.append(f"{name}:{_class_of(module)}{_numbers(module)}{_adapters(module)}{_attached(module)}")

@@ -123,11 +123,11 @@ def reference_logits(
     adapter: str | None = None,
 ) -> torch.Tensor:
     """
-    Logits of one text alone, no cache, no padding.
+    Logits of one sequence alone, no cache, no padding.
 
     Args:
         model (`PreTrainedModel`): the model; its own forward runs on a copy that shares its weights.
-        tokens (`list[int]`): the text.
+        tokens (`list[int]`): the sequence.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): float32 or float64.
         short (`bool`, *optional*, defaults to `False`), adapter (`str`, *optional*): see [`eager_twin`].
 

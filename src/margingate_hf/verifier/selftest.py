@@ -1,11 +1,11 @@
 """Checks a verifier on this machine and this model before it is trusted, and takes the next safer plan where it fails.
 
-Parts, on ragged texts longer than a K/V block, a query tile, the default window, and every length that the config names
-(sliding windows, chunks, the original rotary length), which are lowered for the test:
+Parts, on ragged sequences longer than a K/V block, a query tile, the default number of drafts, and every length that
+the config names (sliding windows, chunks, the original rotary length), which are lowered for the test:
 
 - *coverage*: every layer is of a type we know, our attention was called exactly once per layer, no operator ran
   unplanned, a forward leaves weights and buffers as they are;
-- *correctness*: logits equal the model's stock eager FP32 forward of each text alone within `TOLERANCE`;
+- *correctness*: logits equal the model's stock eager FP32 forward of each sequence alone within `TOLERANCE`;
 - *invariance*: the same tokens in other windows, batches and orders give the same bits, logits and cache.
 
 Everything runs on copies that share the model's weights: a call in another thread sees nothing of it.
@@ -101,21 +101,25 @@ def self_test(verifier: Verifier) -> str | None:
     Returns:
         `None` if all hold, otherwise a sentence that starts with the part that does not.
     """
-    texts = _texts(verifier.model)
-    problem = _coverage(verifier, texts[-1])
+    sequences = _sequences(verifier.model)
+    problem = _coverage(verifier, sequences[-1])
     if problem:
         return problem
-    alone = [_run(verifier, [text])[0] for text in texts]
+    alone = [_run(verifier, [sequence])[0] for sequence in sequences]
     whole = alone
     if verifier.precision != "float32":
         # What the rounding of operands does to a logit cannot be told from a fault; the probe has compared the rounded
         # products, the model is compared without.
         with verifier.mode.whole_operands():
-            whole = [_run(verifier, [text])[0] for text in texts]
-    return _correctness(verifier, texts, whole) or _invariance(verifier, texts, alone) or _memory(verifier, texts[-1])
+            whole = [_run(verifier, [sequence])[0] for sequence in sequences]
+    return (
+        _correctness(verifier, sequences, whole)
+        or _invariance(verifier, sequences, alone)
+        or _memory(verifier, sequences[-1])
+    )
 
 
-def _texts(model: Any) -> list[list[int]]:
+def _sequences(model: Any) -> list[list[int]]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or KV_BLOCK + 9
@@ -123,17 +127,17 @@ def _texts(model: Any) -> list[list[int]]:
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _coverage(verifier: Verifier, text: list[int]) -> str | None:
+def _coverage(verifier: Verifier, sequence: list[int]) -> str | None:
     cache = _cache(verifier, 1)
-    cache.reserve(len(text))
-    context = verify_context([Segment(0, 0, text)], verifier.device, verifier.backend)
+    cache.reserve(len(sequence))
+    context = verify_context([Segment(0, 0, sequence)], verifier.device, verifier.backend)
     record = context.record = AttentionRecord()
     audit = OperatorAudit()
     twin = verifier.twin_for(cache.adapters[0])
     try:
         with audit, verifier.scope(context):
             twin(
-                input_ids=torch.tensor([text], device=verifier.device),
+                input_ids=torch.tensor([sequence], device=verifier.device),
                 position_ids=context.positions[None],
                 cache=cache,
                 use_cache=True,
@@ -141,7 +145,7 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     except (StrictVerifierError, LoweredPrecisionError):
         raise
     except Exception as error:
-        return f"coverage: the model's forward does not run as a verifier pass ({type(error).__name__}: {error})"
+        return f"coverage: the model's forward does not run as a verify forward ({type(error).__name__}: {error})"
     verifier.transforms_cached_kv = record.transforms_cached_kv
     expected = {layer: 1 for layer in range(verifier.architecture.n_layers)}
     if record.calls != expected:
@@ -155,37 +159,37 @@ def _coverage(verifier: Verifier, text: list[int]) -> str | None:
     return None
 
 
-def _correctness(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
-    for text, logits in zip(texts, alone, strict=True):
+def _correctness(verifier: Verifier, sequences: list[list[int]], alone: list[torch.Tensor]) -> str | None:
+    for sequence, logits in zip(sequences, alone, strict=True):
         with torch.no_grad():
-            reference = reference_logits(verifier.model, text, short=True, adapter=_adapter(verifier))
+            reference = reference_logits(verifier.model, sequence, short=True, adapter=_adapter(verifier))
         error = float((logits - reference).norm() / reference.norm())
         if not error <= TOLERANCE:
             return (
-                f"correctness: logits of a text of {len(text)} tokens are {error:.1e} (relative) away from the model's "
+                f"correctness: logits of {len(sequence)} tokens are {error:.1e} (relative) away from the model's "
                 f"own eager FP32 forward, allowed {TOLERANCE:.0e}"
             )
     return None
 
 
-def _invariance(verifier: Verifier, texts: list[list[int]], alone: list[torch.Tensor]) -> str | None:
+def _invariance(verifier: Verifier, sequences: list[list[int]], alone: list[torch.Tensor]) -> str | None:
     # One after the other: the logits of all of them at once would be the largest memory of a run.
     ways: dict[str, Callable[[], list[torch.Tensor]]] = {
-        "all in one pass": lambda: _run(verifier, texts),
-        "in reverse order": lambda: _run(verifier, texts[::-1])[::-1],
-        "in small windows": lambda: [_run_cut(verifier, text) for text in texts],
+        "all in one verify forward": lambda: _run(verifier, sequences),
+        "in reverse order": lambda: _run(verifier, sequences[::-1])[::-1],
+        "in small parts": lambda: [_run_cut(verifier, sequence) for sequence in sequences],
     }
     for name, way in ways.items():
-        for text, first, other in zip(texts, alone, way(), strict=True):
+        for sequence, first, other in zip(sequences, alone, way(), strict=True):
             if not torch.equal(first, other):
                 differing = int((first != other).any(-1).sum())
-                return f"invariance: {differing} of {len(text)} positions change their bits {name}"
+                return f"invariance: {differing} of {len(sequence)} positions change their bits {name}"
     return None
 
 
-def _memory(verifier: Verifier, text: list[int]) -> str | None:
+def _memory(verifier: Verifier, sequence: list[int]) -> str | None:
     """
-    A forward that changes its own buffers (CTRL rounds its position table) makes a text depend on earlier calls.
+    A forward that changes its own buffers (CTRL rounds its position table) makes an output depend on earlier calls.
     """
     twin = eager_twin(verifier.model, adapter=_adapter(verifier))
     for module in twin.modules():  # the model's own stay as they are
@@ -193,7 +197,7 @@ def _memory(verifier: Verifier, text: list[int]) -> str | None:
             module._buffers[name] = None if buffer is None else buffer.clone()
     before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     with torch.no_grad():
-        twin(input_ids=torch.tensor([text], device=verifier.device), use_cache=False)
+        twin(input_ids=torch.tensor([sequence], device=verifier.device), use_cache=False)
     after = dict(twin.named_buffers())
     changed = {name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))}
     changed |= verifier.store.refresh()
@@ -216,19 +220,19 @@ def _cache(verifier: Verifier, rows: int) -> MarginGateCache:
     return cache
 
 
-def _run(verifier: Verifier, texts: list[list[int]]) -> list[torch.Tensor]:
-    cache = _cache(verifier, len(texts))
-    cache.long_rows = [architecture_of(verifier.twin_for()).needs_long_table(len(text)) for text in texts]
-    logits = verifier.run(cache, [Segment(slot, 0, text) for slot, text in enumerate(texts)])
-    return list(logits.split([len(text) for text in texts]))
+def _run(verifier: Verifier, sequences: list[list[int]]) -> list[torch.Tensor]:
+    cache = _cache(verifier, len(sequences))
+    cache.long_rows = [architecture_of(verifier.twin_for()).needs_long_table(len(sequence)) for sequence in sequences]
+    logits = verifier.run(cache, [Segment(slot, 0, sequence) for slot, sequence in enumerate(sequences)])
+    return list(logits.split([len(sequence) for sequence in sequences]))
 
 
-def _run_cut(verifier: Verifier, text: list[int]) -> torch.Tensor:
+def _run_cut(verifier: Verifier, sequence: list[int]) -> torch.Tensor:
     cache = _cache(verifier, 1)
-    cache.long_rows = [architecture_of(verifier.twin_for()).needs_long_table(len(text))]
+    cache.long_rows = [architecture_of(verifier.twin_for()).needs_long_table(len(sequence))]
     parts, start, turn = [], 0, 0
-    while start < len(text):
-        size = WINDOWS[turn] if turn < len(WINDOWS) else len(text)
-        parts.append(verifier.run(cache, [Segment(0, start, text[start : start + size])]))
+    while start < len(sequence):
+        size = WINDOWS[turn] if turn < len(WINDOWS) else len(sequence)
+        parts.append(verifier.run(cache, [Segment(0, start, sequence[start : start + size])]))
         start, turn = start + size, turn + 1
     return torch.cat(parts)

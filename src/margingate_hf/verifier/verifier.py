@@ -20,7 +20,7 @@ from .mode import VerifierMode
 from .plans import LinearPlan
 from .weights import WeightStore
 
-# Tokens of one pass. Longer prompts are cut; the cut cannot change a bit, it bounds the memory of a pass.
+# Tokens of one forward. Longer inputs are cut, which bounds memory and cannot change a bit.
 FORWARD_TOKENS = 512
 
 
@@ -110,8 +110,8 @@ class Verifier:
 
     def new_gated_cache(self, rows: int) -> MarginGateCache:
         """
-        An empty cache of one plane, where what the fast path writes is what the verifier reads. It has no identity: its
-        columns depend on the company, and no later call may build on them.
+        An empty cache of one plane, where what the draft path writes is what the verifier reads. It has no identity:
+        its entries depend on the rest of the batch, and no later call may build on them.
         """
         return MarginGateCache(self.architecture.n_layers, rows, self.model.dtype, "auto", self._store(gated=True))
 
@@ -121,14 +121,14 @@ class Verifier:
 
     @property
     def identity(self) -> CacheIdentity:
-        """What makes this verifier's columns comparable with others."""
+        """What makes this verifier's entries comparable with others."""
         return CacheIdentity(self.store.fingerprint, self.name, self.precision)
 
     def run(
         self, cache: MarginGateCache, segments: Sequence[Segment], keep: str | Sequence[int] = "all"
     ) -> torch.Tensor:
         """
-        Verifies the segments: writes their columns and computes canonical logits.
+        Verifies the segments: writes their entries and computes canonical logits.
 
         Args:
             cache ([`MarginGateCache`]): each segment must start at its row's first unverified position.
@@ -157,10 +157,10 @@ class Verifier:
 
     def recompute(self, cache: MarginGateCache, segments: Sequence[Segment]) -> torch.Tensor:
         """
-        Computes tokens again on the cache as it stands, verified or not, and writes their columns.
+        Computes tokens again on the cache as it stands, verified or not, and writes their entries.
 
         Args:
-            cache ([`MarginGateCache`]): of [`~Verifier.new_gated_cache`]; holds every column before the segments.
+            cache ([`MarginGateCache`]): of [`~Verifier.new_gated_cache`]; holds every entry before the segments.
             segments (`Sequence[Segment]`): at most one per row, none empty.
 
         Returns:
@@ -202,7 +202,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def scope(self, context: VerifyContext) -> Iterator[None]:
-        """Everything that makes one forward of the model a verifier pass, undone on every way out."""
+        """Everything that makes one forward of the model a verify forward, undone on every way out."""
         self.backend.check_settings()
         VerifierMode.drop_stale()
         kind = self.device.type
@@ -217,7 +217,7 @@ class Verifier:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.cat`, without the copy where there is one part: logits of a pass are its largest tensor."""
+    """`torch.cat`, without the copy where there is one part: logits of a verify forward are its largest tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -33,7 +33,7 @@ class WeightStore:
     Args:
         model (`torch.nn.Module`): the model; only its parameters and buffers are read.
         plan ([`LinearPlan`]): how a weight is packed.
-        resident (`bool`, *optional*): keep packed weights between passes; `None` decides by free memory.
+        resident (`bool`, *optional*): keep packed weights between verify forwards; `None` decides by free memory.
     """
 
     def __init__(self, model: torch.nn.Module, plan: LinearPlan, resident: bool | None = None):
@@ -139,7 +139,7 @@ class WeightStore:
 
     @staticmethod
     def keeps_short(weight: torch.Tensor) -> bool:
-        """Whether a resident weight is also packed in 16 bits, for fast steps."""
+        """Whether a resident weight is also packed in 16 bits, for draft steps."""
         return weight.dtype == torch.bfloat16 and weight.is_cpu and multiplies_bfloat16()
 
     def stays(self, weight: torch.Tensor) -> bool:
