@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from margingate_hf.forward.backend import AttentionOptions
 from margingate_hf.forward.context import DecodeContext, VerifyContext, current_context
 from margingate_hf.verifier import Verifier
+from margingate_hf.verifier.registry import use_verifier
 from margingate_hf.verifier.torch_cpu import TorchCPU
 
 
@@ -67,9 +68,7 @@ def plain_verifier(model: Any) -> Iterator[None]:
     verifier = Verifier(model, PlainPlan())
     with (
         mock.patch.object(TorchCPU, "verify_attention", staticmethod(plain_attention)),
-        mock.patch("margingate_hf.generation.verifier_for", lambda *_: verifier),
-        mock.patch("margingate_hf.engine.verifier_for", lambda *_: verifier),
-        mock.patch("bitwise.verifier_for", lambda *_: verifier),
+        use_verifier(model, verifier),
     ):
         yield
 

@@ -180,7 +180,7 @@ class Checker(html.parser.HTMLParser):
 
 
 def test_the_page_is_whole_and_needs_nothing_else(report: Any) -> None:
-    report.outputs[0].text = "<script>alert(1)</script> & more"
+    report.outputs[0].prompt = "<script>alert(1)</script> & more"
     page = as_html(report)
     checker = Checker()
     checker.feed(page)

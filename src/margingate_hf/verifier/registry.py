@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,23 @@ logger = logging.getLogger(__name__)
 _verifiers: weakref.WeakKeyDictionary[Any, dict[tuple, Verifier]] = weakref.WeakKeyDictionary()
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_replaced: weakref.WeakKeyDictionary[Any, Verifier] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def use_verifier(model: Any, verifier: Verifier) -> Iterator[None]:
+    """
+    Gives a model this verifier, untested, for the duration of the block: for tests that plant a faulty one.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        verifier ([`Verifier`]): of the same model.
+    """
+    _replaced[model] = verifier
+    try:
+        yield
+    finally:
+        del _replaced[model]
 
 
 def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPlan] | None = None) -> Verifier:
@@ -37,6 +55,8 @@ def verifier_for(model: Any, config: MarginGateConfig, plans: Sequence[LinearPla
         `VerifierError`: no plan passes the self-test; the message names the part that failed.
         `ValueError`: FP32 products would be rounded by a setting of the process.
     """
+    if model in _replaced:
+        return _replaced[model]
     device = execution_device(model)
     backend = backend_for(device)
     backend.check_settings()
