@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from margingate_hf import MarginGateConfig
+from margingate_hf.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "margingate_hf"
@@ -32,20 +33,41 @@ def fields_table() -> str:
     return "\n".join(lines)
 
 
-def modules_table() -> str:
-    """A table of the package's modules, each with the first sentence of its docstring."""
-    lines = ["| module | what it is |", "|---|---|"]
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-        first = re.split(r"(?<=[.])\s", re.sub(r"\s+", " ", doc.strip()))[0].rstrip(".")
-        if name.endswith("__init__.py") and name != "__init__.py":
-            continue
-        lines.append(f"| `{name}` | {first} |")
+def presets_table() -> str:
+    """A table of the presets."""
+    lines = ["| preset | settings | what it does | system |", "|---|---|---|---|"]
+    for name, preset in PRESETS.items():
+        fields = ", ".join(f"{field}={value!r}".replace("'", '"') for field, value in (preset.fields or {}).items())
+        settings = f"`{fields}`" if fields else "the defaults" if preset.fields is not None else "`None`"
+        lines.append(f'| `"{name}"` | {settings} | {preset.about} | {preset.source} |')
     return "\n".join(lines)
 
 
-PARTS = {("configuration.md", "fields"): fields_table, ("architecture.md", "modules"): modules_table}
+def modules_table() -> str:
+    """The package's modules by folder, each with the first sentence of its docstring."""
+    lines: list[str] = []
+    for folder in ("", "forward", "kv_cache", "verifier", "decoding", "analysis", "lm_eval", "cli"):
+        home = PACKAGE / folder
+        if folder:
+            lines += ["", f"### `{folder}/`", first_sentence(home / "__init__.py") + ".", ""]
+        lines += ["| module | what it is |", "|---|---|"]
+        for path in sorted(home.glob("*.py")):
+            if path.name != "__main__.py" and not (folder and path.name == "__init__.py"):
+                lines.append(f"| `{path.name}` | {first_sentence(path)} |")
+    return "\n".join(lines)
+
+
+def first_sentence(path: Path) -> str:
+    """Of a module's docstring, without its full stop."""
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return re.split(r"(?<=[.])\s", re.sub(r"\s+", " ", doc.strip()))[0].rstrip(".")
+
+
+PARTS = {
+    ("configuration.md", "fields"): fields_table,
+    ("configuration.md", "presets"): presets_table,
+    ("architecture.md", "modules"): modules_table,
+}
 
 
 def filled(page: str, part: str, text: str) -> str:

@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from margingate_hf.forward.backend import AttentionOptions
-from margingate_hf.forward.context import DecodeContext, VerifyContext, current_context
+from margingate_hf.forward.context import AttentionOptions, DecodeContext, VerifyContext, current_context
 from margingate_hf.verifier import Verifier
 from margingate_hf.verifier.registry import use_verifier
 from margingate_hf.verifier.torch_cpu import TorchCPU

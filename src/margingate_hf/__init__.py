@@ -1,4 +1,4 @@
-"""Batch-invariant greedy decoding for Hugging Face Transformers."""
+"""Batch-invariant decoding for Hugging Face Transformers."""
 
 from .analysis.audit import AuditReport, audit
 from .analysis.calibrate import calibrate

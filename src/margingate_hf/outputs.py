@@ -1,4 +1,4 @@
-"""What a gated `generate` call returns beside the tokens."""
+"""What a call with the gate returns beside the tokens."""
 
 from __future__ import annotations
 

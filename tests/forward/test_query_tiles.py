@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from margingate_hf.forward import attention, query_tiles
-from margingate_hf.forward.backend import AttentionOptions
-from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, Segment, VerifyContext, verify_context
+from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, AttentionOptions, Segment, VerifyContext, verify_context
 from margingate_hf.forward.query_tiles import tile_sizes
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from margingate_hf import MarginGateCache, enable
 from margingate_hf.config import KV_DTYPES
 from margingate_hf.forward.context import KV_BLOCK, DecodeContext, Segment, context_scope, verify_context
 from margingate_hf.kv_cache.buffers import zeros
-from margingate_hf.kv_cache.layer import MarginGateLayer
 from margingate_hf.kv_cache.formats import round_to_planes
+from margingate_hf.kv_cache.layer import MarginGateLayer
 from margingate_hf.kv_cache.stores import PlaneStore, cpu_store
 from tiny import random_prompts, tiny_model
 

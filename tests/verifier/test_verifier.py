@@ -19,8 +19,7 @@ from bitwise import assert_same, canonical, padded, run_batch
 from fault_injection import PlainPlan, plain_attention
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.forward import attention
-from margingate_hf.forward.backend import AttentionOptions
-from margingate_hf.forward.context import Segment
+from margingate_hf.forward.context import AttentionOptions, Segment
 from margingate_hf.verifier import (
     CPU_PLANS,
     PrepackedPlan,

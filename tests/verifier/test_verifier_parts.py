@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from fault_injection import PlainPlan
 from margingate_hf.forward.attention import verify_attention
-from margingate_hf.forward.backend import AttentionOptions
-from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, Segment, verify_context
+from margingate_hf.forward.context import KV_BLOCK, QUERY_TILE, AttentionOptions, Segment, verify_context
 from margingate_hf.verifier import CPU_PLANS, LinearPlan, arithmetic
 from margingate_hf.verifier.plans import probe_linear
 

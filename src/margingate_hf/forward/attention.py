@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .backend import AttentionOptions
 from .context import (
     KV_BLOCK,
     QUERY_TILE,
+    AttentionOptions,
     DecodeContext,
     Round,
     VerifyContext,

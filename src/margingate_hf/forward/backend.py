@@ -7,34 +7,14 @@ to attention, in the operator mode to sums and norms, in the cache as the factor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .context import DecodeContext, VerifyContext
+from .context import AttentionBackend
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """
-    What a layer asks of its attention.
-
-    Attributes:
-        scaling (`float`): factor on the scores.
-        sliding_window (`int`, *optional*): keys a query sees, itself included. `None`: all.
-        softcap (`float`, *optional*): scores become `softcap * tanh(score / softcap)`.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): a logit per head that takes weight and gives no value.
-    """
-
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-
-class Backend(Protocol):
+class Backend(AttentionBackend, Protocol):
     """
     Operations on float32 tensors unless said otherwise. All but `decode_attention` are batch-invariant: the bits of a
     row depend on that row alone.
@@ -75,26 +55,6 @@ class Backend(Protocol):
 
     def draft_product(self, store: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None:
         """The linear product of draft steps over a weight store, or `None`: the model's own."""
-
-    def verify_attention(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        context: VerifyContext,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Query `[1, heads, tokens, dim]`, keys and values as the stores return them; `[1, tokens, heads, dim]`."""
-
-    def decode_attention(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        context: DecodeContext,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Query `[rows, heads, 1, dim]`, the model's dtype; `[rows, 1, heads, dim]`, the model's dtype."""
 
     def row_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the last dimension: `[..., n]` to `[..., 1]`."""

@@ -12,15 +12,32 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-
-from .backend import Backend
 
 # Keys and values are cut into blocks of this many positions, anchored at position 0. Part of the verifier's plan.
 KV_BLOCK = 128
 # Queries of one row share one matrix product with the bits of exactly this many rows. Part of the plan.
 QUERY_TILE = 8
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """
+    What a layer asks of its attention.
+
+    Attributes:
+        scaling (`float`): factor on the scores.
+        sliding_window (`int`, *optional*): keys a query sees, itself included. `None`: all.
+        softcap (`float`, *optional*): scores become `softcap * tanh(score / softcap)`.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): a logit per head that takes weight and gives no value.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, torch.Size]:
@@ -137,7 +154,7 @@ class VerifyContext:
     n_rows: int
     length: int
     long: torch.Tensor | None = None
-    backend: Backend | None = None
+    backend: AttentionBackend | None = None
     record: AttentionRecord | None = None
     broken: torch.Tensor | None = None
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -224,7 +241,7 @@ class DecodeContext:
     long: torch.Tensor | None = None
     first: int = 0
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
-    backend: Backend | None = None
+    backend: AttentionBackend | None = None
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -259,10 +276,36 @@ class DecodeContext:
         return mask
 
 
+class AttentionBackend(Protocol):
+    """The attention of a backend, see [`~margingate_hf.forward.backend.Backend`]."""
+
+    def verify_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        context: VerifyContext,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Query `[1, heads, tokens, dim]`, keys and values as the stores return them; `[1, tokens, heads, dim]`."""
+
+    def decode_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        context: DecodeContext,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Query `[rows, heads, 1, dim]`, the model's dtype; `[rows, 1, heads, dim]`, the model's dtype."""
+
+
 Context = VerifyContext | DecodeContext
 
 
-def verify_context(segments: Sequence[Segment], device: torch.device, backend: Backend | None = None) -> VerifyContext:
+def verify_context(
+    segments: Sequence[Segment], device: torch.device, backend: AttentionBackend | None = None
+) -> VerifyContext:
     """Lays the segments out one after the other."""
     slots: list[int] = []
     positions: list[int] = []

@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from .adapters import activate
-from .backend import AttentionOptions
-from .context import Context, VerifyContext, current_context
+from .context import AttentionOptions, Context, VerifyContext, current_context
 from .draft_linear import DraftLinear, is_plain_linear
 from .fixed_plan import fixed_plan
 from .lengths import declared_window, shorten

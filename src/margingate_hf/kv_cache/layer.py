@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -12,8 +12,19 @@ from ..forward.context import VerifyContext, current_context
 from ..forward.fixed_plan import fixed_plan
 from .stores import KVStore
 
-if TYPE_CHECKING:
-    from .cache import MarginGateCache
+
+class Owner(Protocol):
+    """What a layer reads of its [`MarginGateCache`]."""
+
+    rows: int
+    capacity: int
+    dtype: torch.dtype
+    planes: int
+    high_water: list[int]
+    new_store: Callable[..., KVStore]
+
+    @property
+    def lengths(self) -> list[int]: ...
 
 
 class MarginGateLayer(DynamicLayer):
@@ -24,7 +35,7 @@ class MarginGateLayer(DynamicLayer):
         cache ([`MarginGateCache`]): the owner, for rows, capacity and format.
     """
 
-    def __init__(self, cache: MarginGateCache):
+    def __init__(self, cache: Owner):
         super().__init__()
         self._cache = cache
         self.stores: tuple[KVStore, KVStore] | None = None

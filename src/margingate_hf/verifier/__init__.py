@@ -1,4 +1,4 @@
-"""FP32 verifier with fixed reduction plans, checked against itself and the model before use."""
+"""FP32 verifier with a fixed order of summation, checked against itself and the model before use."""
 
 from .mode import StrictVerifierError, VerifierMode
 from .plans import CPU_PLANS, LinearPlan, PrepackedPlan, TilePlan

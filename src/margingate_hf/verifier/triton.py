@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..forward.backend import AttentionOptions
-from ..forward.context import DecodeContext, VerifyContext
+from ..forward.context import AttentionOptions, DecodeContext, VerifyContext
 from .plans import LinearPlan
 
 

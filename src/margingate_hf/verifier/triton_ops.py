@@ -8,8 +8,7 @@ import torch
 
 import margingate_kernels as kernels
 
-from ..forward.backend import AttentionOptions
-from ..forward.context import DecodeContext, VerifyContext
+from ..forward.context import AttentionOptions, DecodeContext, VerifyContext
 from ..kv_cache.stores import PlaneStore
 from .plans import LinearPlan
 
