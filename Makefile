@@ -26,7 +26,7 @@ style: $(VENV)/.done
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/.done
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m evals.overhead $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m evals cost --systems off,exact $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

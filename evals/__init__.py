@@ -1,0 +1,1 @@
+"""Every measurement that the documentation rests on; `evals/README.md` is the index."""

@@ -23,6 +23,11 @@ COUNTS = (
     "flips",
     "wasted_tokens",
     "repaired_columns",
+    "setup_seconds",
+    "prefill_seconds",
+    "decode_seconds",
+    "verify_seconds",
+    "wasted_seconds",
 )
 
 
@@ -57,31 +62,31 @@ class Run:
 def decode(
     model: Any,
     tokenizer: Any,
-    texts: Sequence[str],
+    prompts: Sequence[str],
     run: Run,
     new_tokens: int,
     gate: MarginGateConfig | None,
-    tick: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[int], None] = lambda count: None,
 ) -> Run:
     """
-    Decodes `texts` greedily in batches of `run.batch_size`, left-padded, and fills in `run`.
+    Decodes `prompts` greedily in batches of `run.batch_size`, left-padded, and fills in `run`.
 
     Args:
         model (`PreTrainedModel`): an enabled model.
         tokenizer (`PreTrainedTokenizerBase`): with `padding_side="left"`.
-        texts (`Sequence[str]`): prompts, chat template applied.
+        prompts (`Sequence[str]`): chat template applied.
         gate ([`MarginGateConfig`], *optional*): `None` decodes as transformers does.
-        tick (`Callable`): told how many prompts each batch has finished.
+        on_progress (`Callable`): told how many prompts each batch has finished.
     """
     arguments = {"max_new_tokens": new_tokens, "margin_gate": gate, "output_logits": True}
-    for out, rows, seconds in generate_batches(model, tokenizer, texts, run.batch_size, **arguments):
+    for out, rows, seconds in generate_batches(model, tokenizer, prompts, run.batch_size, **arguments):
         run.seconds += seconds
         _keep_steps(run, rows, out.logits)
         if gate is not None:
             run.plan = out.margin_gate.plan
             for name in COUNTS:
                 run.counts[name] = run.counts.get(name, 0) + getattr(out.margin_gate, name)
-        tick(len(rows))
+        on_progress(len(rows))
     run.peak_bytes = peak_bytes()
     return run
 

@@ -13,15 +13,15 @@ from .decoding import Run
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """
-    A text that differs from the same prompt alone.
+    An output that differs from the same prompt alone.
 
     Attributes:
         prompt: its index.
-        batch_size: of the run it parted in.
+        batch_size: of the run it diverged in.
         index: of the first token that differs.
-        margin: the batched run's margin there, in logits; `None` where that text had ended.
+        margin: the batched run's margin there, in logits; `None` where that output had ended.
     """
 
     prompt: int
@@ -30,28 +30,28 @@ class Parting:
     margin: float | None
 
 
-def partings(alone: Run, batched: Run) -> list[Parting]:
-    """Texts of `batched` that differ from `alone`."""
+def divergences(alone: Run, batched: Run) -> list[Divergence]:
+    """Outputs of `batched` that differ from `alone`."""
     found = []
     for prompt, (a, b) in enumerate(zip(alone.tokens, batched.tokens, strict=True)):
         index = first_difference(a, b)
         if index is not None:
             margins = batched.margins[prompt]
             margin = margins[index] if index < len(margins) else None
-            found.append(Parting(prompt, batched.batch_size, index, margin))
+            found.append(Divergence(prompt, batched.batch_size, index, margin))
     return found
 
 
 def determinism_rate(alone: Run, batched: Run) -> float:
     """Share of prompts whose tokens are those of the prompt alone (MarginGate's sequence-level determinism)."""
-    return 1.0 - len(partings(alone, batched)) / len(alone.tokens)
+    return 1.0 - len(divergences(alone, batched)) / len(alone.tokens)
 
 
-def flip_rate(alone: Run, batched: Run) -> float:
-    """First divergences over steps with a shared prefix: the hazard of a flip a step."""
-    parted = {parting.prompt: parting.index for parting in partings(alone, batched)}
-    shared = sum(parted[prompt] + 1 if prompt in parted else len(row) for prompt, row in enumerate(alone.tokens))
-    return len(parted) / shared if shared else 0.0
+def divergence_rate(alone: Run, batched: Run) -> float:
+    """First divergences over steps with a shared prefix: the rate of divergence a step."""
+    ends = {found.prompt: found.index for found in divergences(alone, batched)}
+    shared = sum(ends[prompt] + 1 if prompt in ends else len(row) for prompt, row in enumerate(alone.tokens))
+    return len(ends) / shared if shared else 0.0
 
 
 def division_indices(runs: Sequence[Run]) -> list[int | None]:
@@ -95,7 +95,7 @@ def agreement(run: Run, reference: Run) -> float:
 
 def survival(alone: Run, batched: Run, length: int) -> list[float]:
     """Share of prompts still equal to the prompt alone after `0 ... length` tokens."""
-    indices = [parting.index for parting in partings(alone, batched)]
+    indices = [found.index for found in divergences(alone, batched)]
     return [1.0 - sum(index < count for index in indices) / len(alone.tokens) for count in range(length + 1)]
 
 

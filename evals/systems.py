@@ -1,4 +1,4 @@
-"""The systems of the field that `evals.determinism` compares, each as a dtype and a setting of the gate."""
+"""The systems of the field that the experiments compare, each as a dtype and a setting of the gate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from margingate_hf import MarginGateConfig
+from margingate_hf.config import PRESETS
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,17 @@ def _preset(name: str, **changes: object) -> Callable[[], MarginGateConfig | Non
 
 
 SYSTEMS: dict[str, System] = {
-    "off": System(torch.bfloat16, _preset("off"), "stock `generate`, BF16"),
+    **{name: System(torch.bfloat16, _preset(name), preset.about) for name, preset in PRESETS.items()},
     "fp16": System(torch.float16, _preset("off"), "stock `generate`, FP16"),
     "fp32": System(torch.float32, _preset("off"), "stock `generate`, FP32"),
-    "paper": System(torch.bfloat16, _preset("paper"), "MarginGate: low-margin steps recomputed alone in FP32"),
     "paper-alone": System(
         torch.bfloat16, _preset("paper", reference="alone"), "MarginGate, recomputed alone in the model's BF16"
     ),
-    "always": System(torch.bfloat16, _preset("always"), "every step of every row verified alone"),
     "always-together": System(
-        torch.bfloat16, _preset("always", verify_batch_size=None), "every step verified, all rows in one pass"
+        torch.bfloat16, _preset("always", verify_batch_size=None), "every step verified, all rows in one forward"
     ),
-    "grouped": System(torch.bfloat16, _preset("grouped"), "verified every 16 tokens"),
-    "layercast": System(torch.bfloat16, _preset("layercast"), "the verifier decodes alone, FP32"),
-    "invariant": System(torch.bfloat16, _preset("invariant"), "the verifier decodes alone, BF16 operands"),
-    "exact": System(torch.bfloat16, _preset("exact"), "this project's default"),
     "exact-bf16": System(torch.bfloat16, _preset("exact", precision="bfloat16"), "the default with BF16 operands"),
-    "exact-1-plane": System(torch.bfloat16, _preset("exact", kv_dtype="auto"), "the default, one K/V plane"),
-    "exact-3-planes": System(torch.bfloat16, _preset("exact", kv_dtype="float32"), "the default, three K/V planes"),
+    "exact-auto": System(torch.bfloat16, _preset("exact", kv_dtype="auto"), "the default, K/V in the model's dtype"),
+    "exact-float32": System(torch.bfloat16, _preset("exact", kv_dtype="float32"), "the default, K/V in FP32"),
 }
 DEFAULT = ("off", "fp16", "fp32", "paper", "always", "grouped", "layercast", "invariant", "exact")

@@ -1,9 +1,7 @@
-"""One row a system from its runs: what `evals.determinism` writes as JSON, CSV and Markdown."""
+"""One row a system from its runs: what the determinism experiment writes as JSON and Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,25 +12,6 @@ from .answers import judged, load_answers
 from .decoding import Run
 from .machine import as_text
 from .systems import SYSTEMS
-
-COLUMNS = (
-    "system",
-    "batch_size",
-    "determinism_rate",
-    "flip_rate",
-    "trigger_rate",
-    "triggered_steps",
-    "missed_flips",
-    "flips",
-    "repaired_columns",
-    "wasted_tokens",
-    "seconds",
-    "time_over_off",
-    "tokens_per_second",
-    "peak_gib",
-    "agrees_with_off_alone",
-    "agrees_with_fp32_alone",
-)
 
 
 def summarise(
@@ -53,13 +32,13 @@ def summarise(
         found[system] = {
             "plan": parts[0].plan,
             "prompts": len(parts[0].tokens),
-            "prompts_that_move": len(indices),
+            "prompts_that_diverge": len(indices),
             "div_index_quartiles": [None if math.isnan(v) else v for v in metrics.quartiles(indices)],
             "avg_std_top1": metrics.spread_of_top1(parts),
             "std_length": metrics.spread_of_length(parts),
             "std_accuracy": None if rights is None else metrics.spread_of_accuracy(rights),
             "accuracy": None if rights is None else [100.0 * statistics.fmean(map(float, r)) for r in rights],
-            "partings": [vars(parting) for run in parts[1:] for parting in metrics.partings(parts[0], run)],
+            "divergences": [vars(found) for run in parts[1:] for found in metrics.divergences(parts[0], run)],
             "batch_sizes": [_one(run, parts[0], runs) for run in parts],
         }
     return found
@@ -68,7 +47,7 @@ def summarise(
 def _one(run: Run, alone: Run, runs: dict[str, list[Run]]) -> dict[str, Any]:
     new_tokens = sum(map(len, run.tokens))
     off = next((other for other in runs.get("off", []) if other.batch_size == run.batch_size), None)
-    parted = metrics.partings(alone, run)
+    parted = metrics.divergences(alone, run)
     counts = run.counts
     drafts = counts.get("drafted_tokens", 0)
     trigger = counts["low_margin_steps"] / drafts if drafts else None
@@ -76,7 +55,7 @@ def _one(run: Run, alone: Run, runs: dict[str, list[Run]]) -> dict[str, Any]:
         "system": run.system,
         "batch_size": run.batch_size,
         "determinism_rate": metrics.determinism_rate(alone, run),
-        "flip_rate": metrics.flip_rate(alone, run),
+        "divergence_rate": metrics.divergence_rate(alone, run),
         "trigger_rate": trigger,
         # Over a whole batch a step is triggered by any of its rows; rows taken as independent.
         "triggered_steps": None if trigger is None else 1 - (1 - trigger) ** run.batch_size,
@@ -95,16 +74,6 @@ def _one(run: Run, alone: Run, runs: dict[str, list[Run]]) -> dict[str, Any]:
     return row
 
 
-def as_csv(summary: dict[str, Any]) -> str:
-    """One line a system and batch size."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for entry in summary.values():
-        writer.writerows(entry["batch_sizes"])
-    return text.getvalue()
-
-
 def _cell(value: Any, form: str = "{:.3g}") -> str:
     return "-" if value is None else form.format(value)
 
@@ -116,17 +85,17 @@ def _worst(entry: dict[str, Any], name: str, choose: Callable[[list[float]], flo
 
 def _over_systems(summary: dict[str, Any]) -> list[str]:
     lines = [
-        "| system | texts that move | determinism, worst batch | flips a shared step | trigger rate | Div_Index "
-        "(quartiles) | Avg_Std@top1 | Std length | Std@Acc |",
+        "| system | outputs that diverge | determinism, worst batch | divergences a shared step | trigger rate "
+        "| Div_Index (quartiles) | Avg_Std@top1 | Std length | Std@Acc |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for system, entry in summary.items():
         quarters = entry["div_index_quartiles"]
         cells = [
             system,
-            f"{entry['prompts_that_move']} of {entry['prompts']}",
+            f"{entry['prompts_that_diverge']} of {entry['prompts']}",
             _cell(_worst(entry, "determinism_rate", min), "{:.0%}"),
-            _cell(_worst(entry, "flip_rate", max), "{:.2%}"),
+            _cell(_worst(entry, "divergence_rate", max), "{:.2%}"),
             _cell(_worst(entry, "trigger_rate", max), "{:.1%}"),
             "-" if quarters[1] is None else " / ".join(f"{value:.0f}" for value in quarters),
             _cell(entry["avg_std_top1"], "{:.1e}") if entry["avg_std_top1"] else "0",
@@ -163,8 +132,8 @@ def _over_batches(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def as_markdown(record: dict[str, Any], name: str) -> str:
-    """Both tables, the plots, and how they came about."""
+def as_markdown(record: dict[str, Any]) -> str:
+    """Both tables, the plot, and how they came about."""
     chosen = record["settings"]
     summary = record["systems"]
     legend: Sequence[str] = [f"- `{system}`: {SYSTEMS[system].about}" for system in summary]
@@ -184,7 +153,7 @@ def as_markdown(record: dict[str, Any], name: str) -> str:
             "",
             *legend,
             "",
-            *(f"![{kind}]({name}_{kind}.png)" for kind in ("margins", "survival", "tradeoff")),
+            f"![outputs that match batch size 1, by new token]({record['name']}_survival.png)",
             "",
         ]
     )

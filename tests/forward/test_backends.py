@@ -71,7 +71,7 @@ def test_triton_on_a_cpu_is_refused_outside_the_interpreter(monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_supported_generate_on_a_gpu() -> None:
-    """The same text alone and in a batch, on the device; `evals/gpu_check.py` looks closer."""
+    """The same text alone and in a batch, on the device; `python -m evals gpu` looks closer."""
     model = enable(tiny_model().cuda())
     prompts = torch.randint(3, 250, (4, 12), generator=torch.Generator().manual_seed(0)).cuda()
     arguments = dict(max_new_tokens=40, margin_gate=MarginGateConfig(), do_sample=False)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from faulty import with_fault
 
 import margingate_kernels
+from evals.faulty_kernels import with_fault
 from margingate_kernels import group_tile
 
 ROWS = (301, 130, 37)  # past a split, past a block, within one

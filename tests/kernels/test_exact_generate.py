@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from faulty import with_fault
 
 import margingate_kernels
 from bitwise import Run, assert_same, canonical, padded, run_batch
+from evals.faulty_kernels import with_fault
 from margingate_hf import MarginGateConfig, MarginGateModelForCausalLM, enable
 from margingate_hf.forward.context import Segment
 from margingate_hf.verifier import Verifier, self_test, triton_ops, verifier_for

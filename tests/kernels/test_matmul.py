@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from faulty import with_fault
 from tensor_core import USES_DOT, modelled
 
+from evals.faulty_kernels import with_fault
 from margingate_kernels import linear, matmul, split_plan
 from margingate_kernels.launch_table import LAUNCH, LinearLaunch
 

@@ -54,14 +54,14 @@ def _interpreted(marks: str, *beside: list[str]) -> None:
 
 def test_in_the_interpreter(tmp_path: Path) -> None:
     """The kernels' tests, and a dry run of the GPU script beside them."""
-    dry_run = ["-m", "evals.gpu_check", "--tiny", "--out", str(tmp_path)]
+    dry_run = ["-m", "evals", "gpu", "--tiny", "--out", str(tmp_path)]
     _interpreted("not long", dry_run)
-    record = json.loads((tmp_path / "gpu_check.json").read_text())
+    record = json.loads((tmp_path / "gpu.json").read_text())
     rows = [row for part in record["parts"].values() for row in part["rows"]]
     assert len(record["parts"]) == 9
     judged = [value for row in rows for value in row.values() if isinstance(value, bool)]
     assert len(judged) > 25 and all(judged), "the GPU script's own checks do not hold in the interpreter"
-    text = (tmp_path / "gpu_check.md").read_text()
+    text = (tmp_path / "gpu.md").read_text()
     assert "## attention bits" in text and "interpreter" in text.splitlines()[2]
 
 
@@ -69,7 +69,7 @@ def test_the_gpu_script_says_what_is_missing(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is there")
     result = subprocess.run(
-        [sys.executable, "-m", "evals.gpu_check", "--out", str(tmp_path)],
+        [sys.executable, "-m", "evals", "gpu", "--out", str(tmp_path)],
         cwd=HERE.parent, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode != 0 and "no CUDA device is there" in result.stderr

@@ -1,12 +1,12 @@
 """Everything that only a GPU can show, in one command of under eight minutes and no network; tables in a directory.
 
-    python -m evals.gpu_check --out evals/results/gpu
-    python -m evals.gpu_check --out evals/results/gpu --checkpoint PATH    # SmolLM2-135M-Instruct as well
+    python -m evals gpu --out evals/results/gpu
+    python -m evals gpu --out evals/results/gpu --checkpoint PATH    # SmolLM2-135M-Instruct as well
 
 Parts that are already in the directory's record are not run again. Run from the repository's root; the package need not
 be installed. Dry run without a GPU:
 
-    TRITON_INTERPRET=1 MARGINGATE_BACKEND=triton python -m evals.gpu_check --tiny --out DIR
+    TRITON_INTERPRET=1 MARGINGATE_BACKEND=triton python -m evals gpu --tiny --out DIR
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
 NEEDED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 10)), "transformers": ((5, 24), (6, 0))}
 
 
@@ -51,8 +49,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[dict[str, 
     """The parts in the order they run: bits first, since speed means nothing without them."""
     import torch
 
-    from . import gpu_decode as decode
-    from . import gpu_kernels as kernels
+    from ..gpu import decode, kernels
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
     shapes = kernels.TINY if options.tiny else kernels.FULL
@@ -61,10 +58,10 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[dict[str, 
     context, prompt, new_tokens, rows = (8, 6, 3, 2) if options.tiny else (1024, 128, 64, 8)
 
     def steps(model: Any) -> list[dict[str, Any]]:
-        return decode.pass_against_step(model, device, context, counts)
+        return decode.verify_against_draft(model, device, context, counts)
 
     def systems(model: Any) -> list[dict[str, Any]]:
-        return decode.certified_against_stock(model, device, prompt, new_tokens, rows)
+        return decode.exact_against_stock(model, device, prompt, new_tokens, rows)
 
     found: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "linear bits": lambda: kernels.linear_bits(shapes, device),
@@ -75,12 +72,12 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[dict[str, 
         f"exact, {small}": lambda: decode.on_random(small, device, systems),
         "linear times": lambda: kernels.linear_times(shapes, device),
         "other kernels' times": lambda: kernels.other_times(shapes, device),
-        f"pass and step, {small}": lambda: decode.on_random(small, device, steps),
+        f"verify and draft, {small}": lambda: decode.on_random(small, device, steps),
     }
     if options.checkpoint:
         found["SmolLM2"] = lambda: decode.real_checkpoint(options.checkpoint, device, 96)
     if large:
-        found[f"pass and step, {large}"] = lambda: decode.on_random(large, device, steps)
+        found[f"verify and draft, {large}"] = lambda: decode.on_random(large, device, steps)
         found[f"exact, {large}"] = lambda: decode.on_random(large, device, systems)
     return found
 
@@ -97,12 +94,12 @@ def machine() -> dict[str, Any]:
     return {"device": name, **{package: importlib.metadata.version(package) for package in NEEDED}}
 
 
-def as_markdown(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """Every part as a table."""
     lines = [
-        "# GPU check",
+        "# GPU",
         "",
-        f"`python -m evals.gpu_check`, {', '.join(f'{k} {v}' for k, v in record['machine'].items())}",
+        f"`{record['command']}`, {', '.join(f'{k} {v}' for k, v in record['machine'].items())}",
     ]
     for name, part in record["parts"].items():
         lines += ["", f"## {name}", "", f"{part['seconds']:.0f} s"]
@@ -121,16 +118,24 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    parser.add_argument("--out", type=Path, required=True, help="directory of gpu.json and gpu.md")
+    parser.add_argument("--checkpoint", help="folder of a small real model, SmolLM2-135M-Instruct")
+    parser.add_argument("--budget", type=float, default=420, help="seconds after which no further part is begun")
+    parser.add_argument("--tiny", action="store_true", help="dry run on tiny shapes in Triton's interpreter")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs what is missing from the record, writing it after every part."""
+    check(options)
     started = time.monotonic()
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "gpu_check.json"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "gpu.json"
     record = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     if record.get("machine", machine()) != machine():
         raise SystemExit(f"{path} was recorded on another machine ({record['machine']}); give another --out.")
-    record["machine"] = machine()
+    record |= {"machine": machine(), "command": "python -m evals gpu"}
     for name, part in parts(options).items():
         if "rows" in record["parts"].get(name, {}):
             continue
@@ -145,32 +150,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         record["parts"][name] = {**entry, "seconds": time.monotonic() - began}
         print(f"{name}: {'failed: ' + entry['error'] if 'error' in entry else 'done'}", flush=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
-        (folder / "gpu_check.md").write_text(as_markdown(record))
-    return record
+        (options.out / "gpu.md").write_text(report(record))
+    return {**record, "failed": any("error" in part for part in record["parts"].values())}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m evals.gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="directory of gpu_check.json and gpu_check.md")
-    parser.add_argument("--checkpoint", help="folder of a small real model, SmolLM2-135M-Instruct")
-    parser.add_argument("--budget", type=float, default=420, help="seconds after which no further part is begun")
-    parser.add_argument("--tiny", action="store_true", help="dry run on tiny shapes in Triton's interpreter")
-    options = parser.parse_args(arguments)
-    for folder in ("src", "kernels/torch-ext"):
-        if str(ROOT / folder) not in sys.path:
-            sys.path.insert(0, str(ROOT / folder))
+def check(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        `SystemExit`: names everything that is missing.
+    """
     problems = check_installed()
     import torch
 
     if not options.tiny and not torch.cuda.is_available():
         problems.append("no CUDA device is there (a dry run: --tiny, see --help)")
     if problems:
-        raise SystemExit("evals.gpu_check cannot run: " + "; ".join(problems))
-    record = run(options)
-    if any("error" in part for part in record["parts"].values()):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+        raise SystemExit("evals gpu cannot run: " + "; ".join(problems))

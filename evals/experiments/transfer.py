@@ -1,23 +1,23 @@
 """A threshold calibrated on one dataset, used unchanged on the others: what it triggers and what it misses there.
 
-OMP_NUM_THREADS=1 python -m evals.transfer --source math500 --targets gsm8k,humaneval,chat --limit 12
+OMP_NUM_THREADS=1 python -m evals transfer --dataset math500 --targets gsm8k,humaneval,chat --limit 12
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from margingate_hf.analysis.bounds import binomial_upper_bound
 from margingate_hf.analysis.calibrate import calibrate, collect
-from margingate_hf.cli.loading import as_ids, load
+from margingate_hf.cli.loading import as_ids
 
-from .machine import as_text, describe
-from .prompts import DATASETS, load_prompts
-from .reports import write
+from ..machine import as_text
+from ..models import load
+from ..prompts import load_prompts
+from ..run import common, sizes
 
 
 def judge(model: Any, prompts: list[list[int]], threshold: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def judge(model: Any, prompts: list[list[int]], threshold: float, options: argpa
     }
 
 
-def as_markdown(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """The calibration and one row a dataset."""
     found = record["calibration"]
     lines = [
@@ -75,29 +75,25 @@ def as_markdown(record: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--source", choices=DATASETS, default="math500")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    common(parser, limit=12, new_tokens=96)
     parser.add_argument("--targets", default="gsm8k,humaneval,chat")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--limit", type=int, default=12)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument(
-        "--batch-sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8]
-    )
+    parser.add_argument("--batch-sizes", type=sizes, default=[1, 2, 4, 8], metavar="1,2,...")
     parser.add_argument("--miss-rate", type=float, default=1e-3)
     parser.add_argument("--confidence", type=float, default=0.95)
-    parser.add_argument("--out", type=Path, default=Path("evals/results"))
-    options = parser.parse_args()
-    model, tokenizer = load(options.model, progress=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A calibration on `--dataset`, and its threshold on the targets."""
+    model, tokenizer = load(options.model)
 
     def prompts_of(dataset: str) -> list[list[int]]:
         return as_ids(tokenizer, load_prompts(dataset, options.limit, options.data_dir))
 
     found = calibrate(
         model,
-        prompts_of(options.source),
+        prompts_of(options.dataset),
         options.batch_sizes,
         options.miss_rate,
         options.confidence,
@@ -108,20 +104,4 @@ def main() -> None:
         name: judge(model, prompts_of(name), found.threshold, options)
         for name in tqdm(options.targets.split(","), desc="transfer")
     }
-    command = (
-        f"python -m evals.transfer --source {options.source} --targets {options.targets} --limit {options.limit} "
-        f"--new-tokens {options.new_tokens} --batch-sizes {','.join(map(str, options.batch_sizes))} "
-        f"--miss-rate {options.miss_rate:g}"
-    )
-    record = {
-        "command": command,
-        "machine": describe(),
-        "source": options.source,
-        "calibration": found.to_dict(),
-        "datasets": datasets,
-    }
-    write(options.out, "transfer", record, as_markdown(record))
-
-
-if __name__ == "__main__":
-    main()
+    return {"source": options.dataset, "calibration": found.to_dict(), "datasets": datasets}

@@ -1,7 +1,7 @@
 """Walks every causal language model class of the installed transformers on a tiny random model and tabulates the
 verdict.
 
-python -m evals.architectures --out evals/results/architectures.md
+python -m evals architectures --out evals/results/architectures.md
 
 A class is *certified* when the self-test passes and a ragged batch of three equals each prompt alone, bit for bit;
 *refused* when the gate names a reason; *not built* when no tiny config was found for it.
@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from margingate_hf import MarginGateConfig, enable
 from margingate_hf.cli.checkpoints import quiet_transformers
 
-from .machine import as_text, describe
+from ..machine import as_text
 
 # Tried on every config, where it has the field. Small enough for a second, large enough to be a model.
 SMALL: dict[str, Any] = dict(
@@ -83,7 +83,7 @@ NEW_TOKENS = 6
 
 @dataclass(frozen=True)
 class Verdict:
-    """One class: `exact`, `refused` or `not built`, and why."""
+    """One class: `supported`, `refused` or `not built`, and why."""
 
     name: str
     outcome: str
@@ -171,7 +171,7 @@ def judge(config_class: type) -> Verdict:
     except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
         return Verdict(name, "refused", _first_line(error))
     if all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)):
-        return Verdict(name, "exact")
+        return Verdict(name, "supported")
     return Verdict(name, "BROKEN", "passed the self-test, but a batch differs from its rows alone")
 
 
@@ -186,16 +186,17 @@ def _alarm(*_: Any) -> None:
     raise _TimeUp
 
 
-def as_markdown(verdicts: list[Verdict]) -> str:
-    """The table, certified first."""
-    order = {"BROKEN": 0, "exact": 1, "refused": 2, "not built": 3}
+def report(record: dict[str, Any]) -> str:
+    """The table, supported first."""
+    verdicts = [Verdict(**entry) for entry in record["verdicts"]]
+    order = {"BROKEN": 0, "supported": 1, "refused": 2, "not built": 3}
     counts = Counter(verdict.outcome for verdict in verdicts)
     lines = [
         "# Every causal language model class of transformers",
         "",
-        f"`python -m evals.architectures`, {as_text(describe())}.",
+        f"`{record['command']}`, {as_text(record['machine'])}.",
         "",
-        "Tiny random models in BF16. Certified: the self-test passes, and a ragged batch of three equals each prompt "
+        "Tiny random models in BF16. Supported: the self-test passes, and a ragged batch of three equals each prompt "
         "alone, bit for bit. A class that is not built says nothing about the class, only about the generic config.",
         "",
         ", ".join(f"{counts[outcome]} {outcome}" for outcome in order if counts[outcome]) + ".",
@@ -208,11 +209,14 @@ def as_markdown(verdicts: list[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("evals/results/architectures.md"))
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    parser.add_argument("--out", type=Path, default=Path("evals/results"))
     parser.add_argument("--only", help="a part of a class name")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A verdict on every class; `failed` if one passes the self-test and is not invariant."""
     signal.signal(signal.SIGALRM, _alarm)
     verdicts = []
     with quiet_transformers():
@@ -226,11 +230,5 @@ def main() -> int:
                 verdicts.append(Verdict(config_class.__name__, "not built", f"took over {SECONDS} s"))
             finally:
                 signal.alarm(0)
-    table = as_markdown(verdicts)
-    options.out.write_text(table)
-    print(table)
-    return int(any(verdict.outcome == "BROKEN" for verdict in verdicts))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    failed = any(verdict.outcome == "BROKEN" for verdict in verdicts)
+    return {"verdicts": [vars(verdict) for verdict in verdicts], "failed": failed}

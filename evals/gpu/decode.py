@@ -1,4 +1,4 @@
-"""Verifier passes, decode steps and certified `generate` on a device. Part of `evals.gpu_check`."""
+"""Verify forwards, draft steps and exact `generate` on a device. Part of `evals gpu`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from margingate_hf.cli.prompts import PROMPTS
 from margingate_hf.forward.context import Segment, verify_context
 from margingate_hf.verifier import Verifier, forget_verifiers, verifier_for
 
-from .gpu_kernels import Clock, Row
+from .kernels import Clock, Row
 
 SIZES: dict[str, dict[str, int]] = {
     "llama-1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
@@ -63,7 +63,9 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def pass_against_step(model: Any, device: torch.device, context: int, counts: tuple[tuple[int, int], ...]) -> list[Row]:
+def verify_against_draft(
+    model: Any, device: torch.device, context: int, counts: tuple[tuple[int, int], ...]
+) -> list[Row]:
     """
     A verifier pass over `rows x tokens` and a stock decode step of as many rows, eager and captured, and the bytes of
     weights that either reads.
@@ -113,7 +115,7 @@ def _verifier_pass(verifier: Verifier, rows: int, tokens: int, context: int) -> 
     return work
 
 
-def certified_against_stock(model: Any, device: torch.device, prompt: int, new_tokens: int, rows: int) -> list[Row]:
+def exact_against_stock(model: Any, device: torch.device, prompt: int, new_tokens: int, rows: int) -> list[Row]:
     """Random prompts alone and in a batch, stock, certified and verified at every step: who differs, flips, seconds."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (rows, prompt), generator=generator).to(device)

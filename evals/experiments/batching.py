@@ -1,9 +1,9 @@
-"""A job of many prompts: stock `generate` in static batches, stock `generate_batch`, and certified continuous batching.
+"""A job of many prompts: stock `generate` in static batches, stock `generate_batch`, and exact continuous batching.
 
-    OMP_NUM_THREADS=2 python -m evals.batching --jobs mixed,gsm8k-5shot-stops --limit 64 --repeats 3
+    OMP_NUM_THREADS=2 python -m evals batching --jobs mixed,gsm8k-5shot-stops --limit 64 --repeats 3
 
 Runs are interleaved in one process and medians are given; peak memory is measured in a process of its own for each
-system. Every certified run's tokens are compared with `generate(margin_gate=...)` on each prompt alone before a time is
+system. Every exact run's tokens are compared with `generate(margin_gate=...)` on each prompt alone before a time is
 written. What is finished is kept under `OUT/batching/raw` and taken up again by a later call.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,19 +25,21 @@ from tqdm.auto import tqdm
 
 from margingate_hf import MarginGateConfig, MarginGateEngine
 from margingate_hf.analysis.compare import eos_ids, first_difference, until_end
-from margingate_hf.cli.loading import as_prompts, load
+from margingate_hf.cli.loading import as_prompts
 from margingate_hf.verifier.weights import WeightStore
 
-from .machine import as_text, describe, peak_bytes
-from .prompts import load_few_shot, load_prompts
-from .reports import keep, slug, write
+from ..machine import as_text, peak_bytes
+from ..models import load
+from ..prompts import load_few_shot, load_prompts
+from ..reports import keep, slug
+from ..run import common
 
 GATE = MarginGateConfig()
 JOBS = ("mixed", "gsm8k-5shot", "gsm8k-5shot-stops", "math500", "chat")
 PARTS = ("prefill_seconds", "decode_seconds", "verify_seconds")
-# Slow, and about memory: only where they are asked for. One plane is another canonical text.
+# Slow, and about memory: only where they are asked for. K/V in 16 bits is another canonical output.
 NO_COPY = "exact, engine, no FP32 copy"
-LEAST = "exact, engine, no FP32 copy, one plane"
+LEAST = "exact, engine, no FP32 copy, K/V in 16 bits"
 WITHOUT_COPY = (NO_COPY, LEAST)
 MEASURED_MEMORY = (
     "stock, static, sorted",
@@ -51,11 +52,11 @@ STOPS = ["Question:", "</s>", "<|im_end|>"]  # of lm-eval's gsm8k task
 Tokens = list[list[int]]
 
 
-def _texts(name: str, limit: int, tokenizer: Any, data_dir: str | None) -> list[str]:
+def _questions(name: str, limit: int, tokenizer: Any, data_dir: str | None) -> list[str]:
     """Prompts of a job. `mixed`: a quarter chat, the rest half GSM8K 5-shot and half MATH500, in turns."""
     if name == "mixed":
-        chat = _texts("chat", limit // 4, tokenizer, data_dir)
-        kinds = [chat, *(_texts(kind, limit, tokenizer, data_dir) for kind in ("gsm8k-5shot", "math500"))]
+        chat = _questions("chat", limit // 4, tokenizer, data_dir)
+        kinds = [chat, *(_questions(kind, limit, tokenizer, data_dir) for kind in ("gsm8k-5shot", "math500"))]
         turns = [text for turn in itertools.zip_longest(*kinds) for text in turn if text is not None]
         return turns[:limit]
     if name.startswith("gsm8k-5shot"):
@@ -74,7 +75,7 @@ class Job:
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, options: argparse.Namespace):
-        texts = _texts(name, options.limit, tokenizer, options.data_dir)
+        texts = _questions(name, options.limit, tokenizer, options.data_dir)
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.prompts: Tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
         self.call: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
@@ -169,7 +170,7 @@ def bare(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 def decode_alone(job: Job, kept: Kept) -> None:
-    """What every certified run must equal: `generate(margin_gate=...)` on each prompt alone."""
+    """What every exact run must equal: `generate(margin_gate=...)` on each prompt alone."""
     for prompt in tqdm(job.prompts[len(kept.alone) :], desc=f"{job.name}: each alone"):
         ids = torch.tensor([prompt])
         out = job.model.generate(ids, attention_mask=torch.ones_like(ids), **job.call, margin_gate=GATE)
@@ -187,7 +188,7 @@ def run_once(name: str, job: Job, work: Callable[[], tuple[Tokens, dict[str, Any
         return
     seconds = time.perf_counter() - started
     if name.startswith("stock"):
-        # Rows of a batch that ended at a string are padded with a token that may end texts too.
+        # Rows of a batch that ended at a string are padded with a token that may end outputs too.
         ends = {job.tokenizer.pad_token_id, *eos_ids(job.model)}
         pairs = [(bare(a, ends), bare(b, ends)) for a, b in zip(kept.alone, tokens, strict=True)]
     else:
@@ -222,7 +223,7 @@ def run_job(name: str, model: Any, fp32: Any, tokenizer: Any, options: argparse.
     }
 
 
-def as_markdown(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """A table for each job, times over stock static batches in arrival order, the engine's parts below it."""
     lines = ["# Continuous batching", "", f"`{record['command']}`", ""]
     lines += [
@@ -276,7 +277,7 @@ def _memory(memory: dict[str, list[float]], weights: float, packed: float = 0.0)
         f"Peak resident set of a process that runs the system once, on the first job: the median of "
         f"{len(memory['stock, static, sorted'])} processes, and their range. The FP32 copy of the weights is "
         f"{weights:.0f} MB; the last column leaves it out where there is one."
-        + (f" A packed BF16 copy of {packed:.0f} MB, for the fast path, goes with it and stays in." if packed else ""),
+        + (f" A packed BF16 copy of {packed:.0f} MB, for draft steps, goes with it and stays in." if packed else ""),
         "",
         "| system | MB | range | over stock | without the copy |",
         "|---|---|---|---|---|",
@@ -296,7 +297,7 @@ def peak_memory(options: argparse.Namespace) -> dict[str, list[float]]:
     """Each system a few times, in turns, in processes of their own; megabytes."""
     found: dict[str, list[float]] = {system: [] for system in MEASURED_MEMORY}
     for system in MEASURED_MEMORY * options.memory_repeats:
-        command = [sys.executable, "-m", "evals.batching", "--measure-memory", system]
+        command = [sys.executable, "-m", "evals", "batching", "--model", options.model, "--measure-memory", system]
         command += ["--jobs", options.jobs.split(",")[0], "--limit", str(options.memory_limit)]
         command += ["--new-tokens", str(options.new_tokens), "--rows", str(options.rows)]
         command += ["--data-dir", options.data_dir] if options.data_dir else []
@@ -305,35 +306,38 @@ def peak_memory(options: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(";") if name.strip()]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    common(parser, repeats=3, limit=64, new_tokens=128)
     parser.add_argument("--jobs", default=",".join(JOBS))
-    parser.add_argument("--systems", default="", help="semicolon-separated; default: all")
-    parser.add_argument("--once", default="", help="semicolon-separated: systems that run once, whatever `--repeats`")
-    parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--systems", type=_names, default=[], help="semicolon-separated; default: all")
+    parser.add_argument("--once", type=_names, default=[], help="semicolon-separated: systems that run once")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-limit", type=int, default=16, help="prompts of the memory runs; 0 leaves them out")
     parser.add_argument("--memory-repeats", type=int, default=3, help="0 leaves the memory runs out")
-    parser.add_argument("--data-dir")
     parser.add_argument("--name", default="batching", help="of the result's files")
-    parser.add_argument("--out", type=Path, default=Path("evals/results"))
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    for option in ("systems", "once"):
-        setattr(options, option, [name.strip() for name in getattr(options, option).split(";") if name.strip()])
-    model, tokenizer = load(options.model, progress=True)
+
+
+def result(options: argparse.Namespace) -> str:
+    """Name of the result's files."""
+    return str(options.name)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Interleaved runs of every job, and peak memory of every system."""
+    model, tokenizer = load(options.model)
     if options.measure_memory:
         job = Job(options.jobs, model, tokenizer, options)
         systems(job, None, [options.measure_memory])[options.measure_memory]()
         print(peak_bytes() / 2**20)
-        return
-    fp32 = load(options.model, progress=False)[0].float()
+        return None
+    fp32 = load(options.model)[0].float()
     record: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "evals.batching", *sys.argv[1:]]),
-        "machine": describe(),
         "rows": options.rows,
         "new_tokens": options.new_tokens,
         "jobs": [run_job(name, model, fp32, tokenizer, options) for name in options.jobs.split(",")],
@@ -344,8 +348,4 @@ def main() -> None:
         head = model.get_output_embeddings().weight
         record["fp32_weights_mb"] = 4 * weights / 2**20
         record["packed_weights_mb"] = 2 * weights / 2**20 if WeightStore.keeps_short(head) else 0.0
-    write(options.out, options.name, record, as_markdown(record))
-
-
-if __name__ == "__main__":
-    main()
+    return record

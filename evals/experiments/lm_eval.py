@@ -1,9 +1,9 @@
-"""Do lm-eval's responses move with the batch size? `hf` and `margingate-hf` on the same tasks, record by record.
+"""Do lm-eval's responses change with the batch size? `hf` and `margingate-hf` on the same tasks, record by record.
 
-    OMP_NUM_THREADS=2 python -m evals.lm_eval_batches --limit 64
+    OMP_NUM_THREADS=2 python -m evals lm_eval --limit 64
 
-Compares `resps` (texts, log-probabilities to the last bit), not scores: scores agree by luck. Data from `--data-dir` or
-`MARGINGATE_DATA`; see `evals/tasks/`. Finished runs are kept under `OUT/lm_eval/raw` and not run again.
+Compares `resps` (outputs, log-probabilities to the last bit), not scores: scores agree by luck. Data come from
+`--data-dir` or `MARGINGATE_DATA`; see `evals/tasks/`. Finished runs are kept under `OUT/lm_eval/raw` and not run again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,17 +20,18 @@ from typing import Any
 from lm_eval.tasks import TaskManager
 
 import lm_eval
-from margingate_hf.cli.checkpoints import fetch
 from margingate_hf.lm_eval import register
 
-from .machine import as_text, describe
-from .reports import keep, slug, write
+from ..machine import as_text
+from ..models import source
+from ..reports import keep, slug
+from ..run import common, sizes
 
 MODELS = ("hf", "margingate-hf")
 PARTS = ("prefill_tokens", "reused_tokens", "new_tokens", "draft_steps", "verify_forwards", "flips")
 SECONDS = ("prefill_seconds", "decode_seconds", "verify_seconds")
 TASKS = ("gsm8k_local", "math500_local", "humaneval_local", "gsm8k_choice")
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def write_tasks(folder: Path, data: Path) -> None:
@@ -43,11 +43,11 @@ def write_tasks(folder: Path, data: Path) -> None:
             answer = int(re.sub(r"\D", "", document["answer"].split("####")[-1]) or 0)
             endings = [f" {answer}.", f" {answer + 1}.", f" {answer * 2 + 3}.", f" {max(0, answer - 5)} in all."]
             out.write(json.dumps({"question": document["question"], "choices": endings}) + "\n")
-    places = {"{LM_EVAL}": str(Path(lm_eval.__file__).parent), "{DATA}": str(data), "{CHOICES}": str(choices)}
+    paths = {"{LM_EVAL}": str(Path(lm_eval.__file__).parent), "{DATA}": str(data), "{CHOICES}": str(choices)}
     for file in (HERE / "tasks").glob("*.yaml"):
         text = file.read_text()
-        for place, path in places.items():
-            text = text.replace(place, path)
+        for name, path in paths.items():
+            text = text.replace(name, path)
         (folder / file.name).write_text(text)
 
 
@@ -56,7 +56,7 @@ def evaluate(model: str, batch_size: int, folder: Path, options: argparse.Namesp
     started = time.perf_counter()
     results = lm_eval.simple_evaluate(
         model=model,
-        model_args={"pretrained": options.model or str(fetch()), "dtype": "bfloat16"},
+        model_args={"pretrained": str(source(options.model)), "dtype": "bfloat16"},
         tasks=options.tasks.split(","),
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         batch_size=batch_size,
@@ -105,7 +105,7 @@ def run_all(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], 
     return found, records
 
 
-def as_markdown(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """Records that differ from batch 1, for each task and model."""
     sizes = record["batch_sizes"]
     lines = ["# lm-eval at several batch sizes", "", f"`{record['command']}`", "", f"{as_text(record['machine'])}.", ""]
@@ -147,38 +147,36 @@ def _parts(runs: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="local folder or hub id; default: SmolLM2-135M-Instruct")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    common(parser, limit=64, new_tokens=256)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
-    parser.add_argument("--name", default="lm_eval", help="of the result files")
-    parser.add_argument("--limit", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--batch-sizes", default="1,4,16")
-    parser.add_argument("--data-dir", default=os.environ.get("MARGINGATE_DATA"))
-    parser.add_argument("--out", type=Path, default=Path("evals/results"))
-    options = parser.parse_args()
-    if not options.data_dir:
+    parser.add_argument("--name", default="lm_eval", help="of the result's files")
+    parser.add_argument("--batch-sizes", dest="sizes", type=sizes, default=[1, 4, 16], metavar="1,4,...")
+
+
+def result(options: argparse.Namespace) -> str:
+    """Name of the result's files."""
+    return str(options.name)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Responses of both models at every batch size; `failed` if those of margingate-hf change."""
+    data = options.data_dir or os.environ.get("MARGINGATE_DATA")
+    if not data:
         raise SystemExit("`--data-dir` (or $MARGINGATE_DATA) must name the folder with the JSONL files.")
     register()
-    options.sizes = [int(size) for size in options.batch_sizes.split(",")]
-    record: dict[str, Any] = {
-        "command": " ".join(["python -m evals.lm_eval_batches", *sys.argv[1:]]),
-        "machine": describe(),
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tasks(folder, Path(data).resolve())
+        runs, records = run_all(folder, options)
+    return {
         "limit": options.limit,
         "new_tokens": options.new_tokens,
         "batch_sizes": options.sizes,
         "tasks": options.tasks.split(","),
+        "runs": runs,
+        "records": records,
+        "failed": any(any(run["differ"].values()) for run in runs.get("margingate-hf", {}).values()),
     }
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_tasks(folder, Path(options.data_dir).resolve())
-        record["runs"], record["records"] = run_all(folder, options)
-    write(options.out, options.name, record, as_markdown(record))
-    if any(any(run["differ"].values()) for run in record["runs"].get("margingate-hf", {}).values()):
-        raise SystemExit("margingate-hf gave other responses at another batch size")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The kernels on a device: bits, errors and times. Part of `evals.gpu_check`."""
+"""The kernels on a device: bits, errors and times. Part of `evals gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import margingate_kernels as kernels
-from tests.kernels.faulty import with_fault
+
+from ..faulty_kernels import with_fault
 
 Row = dict[str, Any]
 
@@ -25,7 +26,7 @@ class Shapes:
 
     Attributes:
         linear: `(name, out, in)` of weights; `rows`: activations to check bits with; `timed_rows`: to time.
-        heads, kv_heads, dim: of attention; `contexts`: keys of the rows; `window`: queries a row.
+        heads, kv_heads, dim: of attention; `contexts`: keys of the rows; `queries`: of a row.
         vocabulary: of the top-2 and softmax rows.
     """
 
@@ -36,7 +37,7 @@ class Shapes:
     kv_heads: int
     dim: int
     contexts: tuple[int, ...]
-    window: int
+    queries: int
     vocabulary: int
 
 
@@ -57,7 +58,7 @@ FULL = Shapes(
     kv_heads=8,
     dim=128,
     contexts=(4000, 2111, 1500, 257, 256, 255, 40),
-    window=32,
+    queries=32,
     vocabulary=128256,
 )
 TINY = Shapes(
@@ -68,7 +69,7 @@ TINY = Shapes(
     kv_heads=2,
     dim=64,
     contexts=(261, 37),
-    window=3,
+    queries=3,
     vocabulary=1500,
 )
 
@@ -226,7 +227,7 @@ class Ragged:
     ) -> Callable[[], torch.Tensor]:
         """The same as a call whose inputs are there already, for timing."""
         together = 16 // kernels.group_tile(self.shapes.heads // self.shapes.kv_heads)
-        starts = [self.shapes.contexts[row] - self.shapes.window + offset for row in rows]
+        starts = [self.shapes.contexts[row] - self.shapes.queries + offset for row in rows]
         tiles = [
             (place * count + i, min(together, count - i))
             for place in range(len(rows))
@@ -252,26 +253,27 @@ def attention_bits(shapes: Shapes, device: torch.device) -> list[Row]:
     capacity = max(shapes.contexts) + 64
     found = []
     for options in ({}, {"sliding_window": 200}, {"softcap": 20.0}, {"precision": "bfloat16"}):
-        whole = ragged.run(everyone, 0, shapes.window, capacity, **options)
+        whole = ragged.run(everyone, 0, shapes.queries, capacity, **options)
         cuts = {
             size: torch.equal(
                 torch.cat(
                     [
-                        ragged.run(everyone, at, min(size, shapes.window - at), capacity, **options)
-                        for at in range(0, shapes.window, size)
+                        ragged.run(everyone, at, min(size, shapes.queries - at), capacity, **options)
+                        for at in range(0, shapes.queries, size)
                     ],
                     dim=1,
                 ),
                 whole,
             )
-            for size in ((1, 3) if shapes.window < 8 else (1, 3, 5, 8, 16))
+            for size in ((1, 3) if shapes.queries < 8 else (1, 3, 5, 8, 16))
         }
         alone = [
-            torch.equal(ragged.run([r], 0, shapes.window, shapes.contexts[r], **options)[0], whole[r]) for r in everyone
+            torch.equal(ragged.run([r], 0, shapes.queries, shapes.contexts[r], **options)[0], whole[r])
+            for r in everyone
         ]
         row: Row = {"options": str(options) if options else "none", "finite": bool(torch.isfinite(whole).all())}
         row |= {"windows": all(cuts.values()) or f"differ: {cuts}", "alone": all(alone)}
-        row["more capacity"] = torch.equal(ragged.run(everyone, 0, shapes.window, capacity + 512, **options), whole)
+        row["more capacity"] = torch.equal(ragged.run(everyone, 0, shapes.queries, capacity + 512, **options), whole)
         if not options:
             row["error"] = max(_attention_error(ragged, whole, r) for r in everyone)
         found.append(row)
@@ -339,7 +341,7 @@ def other_times(shapes: Shapes, device: torch.device) -> list[Row]:
     rows = [max(range(len(shapes.contexts)), key=lambda r: shapes.contexts[r])]
     context = shapes.contexts[rows[0]]
     for batch, queries in ((1, 1), (1, 8), (8, 1), (8, 8)):
-        count = min(queries, shapes.window)
+        count = min(queries, shapes.queries)
         planes = batch * context * shapes.kv_heads * shapes.dim * 2 * 2  # keys and values, BF16
         for precision, read in (("float32", 2 * planes), ("bfloat16", planes)):
             work = ragged.prepared(rows * batch, 0, count, context, precision=precision)

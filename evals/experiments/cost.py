@@ -1,13 +1,12 @@
 """Time of every system, interleaved in one process: the median over stock BF16, and the latency increment over it.
 
-OMP_NUM_THREADS=2 python -m evals.cost --batch-size 8 --limit 8 --new-tokens 32 --repeats 3
+OMP_NUM_THREADS=2 python -m evals cost --batch-size 8 --limit 8 --new-tokens 32 --repeats 3
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -15,12 +14,12 @@ from tqdm.auto import tqdm
 from margingate_hf.cli.loading import as_prompts
 from margingate_hf.verifier import verifier_for
 
-from .decoding import Run, decode
-from .determinism import load
-from .machine import as_text, describe
-from .prompts import DATASETS, load_prompts
-from .reports import write
-from .systems import SYSTEMS
+from ..decoding import Run, decode
+from ..machine import as_text
+from ..models import load
+from ..prompts import load_prompts
+from ..run import common
+from ..systems import SYSTEMS
 
 DEFAULT = (
     "off",
@@ -36,28 +35,61 @@ DEFAULT = (
 )
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each system, one list entry a round; systems take turns within a round. The first round warms up."""
+PARTS = {
+    "setup_seconds": "weights' checksum and set-up",
+    "prefill_seconds": "prefill by the verifier",
+    "decode_seconds": "draft steps",
+    "wasted_seconds": "of it, drafts that were dropped",
+    "verify_seconds": "verify forwards",
+}
+COUNTS = ("draft_steps", "drafted_tokens", "low_margin_steps", "verify_forwards", "verified_tokens", "flips")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    common(parser, repeats=3, new_tokens=32)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(DEFAULT))
+
+
+def result(options: argparse.Namespace) -> str:
+    """Name of the result's files."""
+    return f"cost_b{options.batch_size}"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each system, one entry a round; systems take turns within a round. The first round warms up."""
     models: dict[Any, tuple[Any, Any]] = {}
     for system in options.systems:
-        models.setdefault(SYSTEMS[system].dtype, load(options.model, system))
+        dtype = SYSTEMS[system].dtype
+        if dtype not in models:
+            models[dtype] = load(options.model, dtype)
     seconds: dict[str, list[float]] = {system: [] for system in options.systems}
+    counts: dict[str, dict[str, float]] = {}
     for repeat in tqdm(range(options.repeats + 1), desc="rounds"):
         for system in options.systems:
             model, tokenizer = models[SYSTEMS[system].dtype]
             gate = SYSTEMS[system].gate()
             if gate is not None:
                 verifier_for(model, gate)
-            texts = as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
+            prompts = as_prompts(tokenizer, load_prompts(options.dataset, options.limit, options.data_dir))
             run = Run(system, options.dataset, options.batch_size)
-            decode(model, tokenizer, texts, run, options.new_tokens, gate)
+            decode(model, tokenizer, prompts, run, options.new_tokens, gate)
             if repeat:
-                # Texts differ in length among systems that give other tokens: compare time a token.
+                # Outputs differ in length among systems that give other tokens: compare time a token.
                 seconds[system].append(run.seconds / sum(map(len, run.tokens)))
-    return seconds
+                counts[system] = run.counts
+    return {
+        "dataset": options.dataset,
+        "limit": options.limit,
+        "batch_size": options.batch_size,
+        "new_tokens": options.new_tokens,
+        "seconds": seconds,
+        "counts": counts,
+    }
 
 
-def as_markdown(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """Medians of per-token time; each ratio is of the same round."""
     seconds = record["seconds"]
     lines = [
@@ -86,6 +118,7 @@ def as_markdown(record: dict[str, Any]) -> str:
         "adds; `none` where one of the two adds nothing, being faster than plain BF16 on this machine.",
         "",
         *(f"- `{system}`: {SYSTEMS[system].about}" for system in seconds),
+        *(_parts(record["counts"]["exact"]) if record["counts"].get("exact") else []),
         "",
     ]
     return "\n".join(lines)
@@ -104,33 +137,9 @@ def _increments(seconds: dict[str, list[float]], baseline: str, mine: float) -> 
     return f"{theirs / mine:.1f}" if mine > 0 and theirs > 0 else "none"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dataset", choices=DATASETS, default="math500")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--limit", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(DEFAULT))
-    parser.add_argument("--out", type=Path, default=Path("evals/results"))
-    options = parser.parse_args()
-    command = (
-        f"python -m evals.cost --dataset {options.dataset} --limit {options.limit} --batch-size {options.batch_size} "
-        f"--new-tokens {options.new_tokens} --repeats {options.repeats}"
-    )
-    record = {
-        "command": command,
-        "machine": describe(),
-        "dataset": options.dataset,
-        "limit": options.limit,
-        "batch_size": options.batch_size,
-        "new_tokens": options.new_tokens,
-        "seconds": measure(options),
-    }
-    write(options.out, f"cost_b{options.batch_size}", record, as_markdown(record))
-
-
-if __name__ == "__main__":
-    main()
+def _parts(counts: dict[str, float]) -> list[str]:
+    """Where the time of the default system went, in the last round."""
+    lines = ["", "Where the time of `exact` goes, last round:", "", "| part | seconds |", "|---|---|"]
+    lines += [f"| {words} | {counts[name]:.2f} |" for name, words in PARTS.items()]
+    lines += ["", ", ".join(f"{counts[name]:.0f} {name.replace('_', ' ')}" for name in COUNTS) + "."]
+    return lines

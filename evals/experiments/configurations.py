@@ -1,9 +1,9 @@
 """Twelve runtime configurations of one machine: batch size x threads x instruction set, a process each.
 
-python -m evals.configurations --dataset math500 --limit 16 --new-tokens 32
+python -m evals configurations --dataset math500 --limit 16 --new-tokens 32
 
 LayerCast's experiment (NeurIPS 2025, section 3: batch sizes, GPU counts and types) on what a CPU has to vary. Batch and
-threads are covered by this project's promise; instruction sets are measured, with one, two and three K/V planes.
+threads are covered by this project's promise; instruction sets are measured, with every `kv_dtype`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,17 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from . import metrics
-from .answers import judged, load_answers
-from .decoding import Run, decode
-from .determinism import load
-from .machine import as_text, describe
-from .prompts import DATASETS, load_prompts
-from .reports import keep, slug, write
-from .systems import SYSTEMS
+from .. import metrics
+from ..answers import judged, load_answers
+from ..decoding import Run, decode
+from ..machine import as_text
+from ..models import load
+from ..prompts import load_prompts
+from ..reports import keep, slug
+from ..run import common
+from ..systems import SYSTEMS
 
-DEFAULT = ("off", "fp32", "exact-1-plane", "exact", "exact-3-planes")
+DEFAULT = ("off", "fp32", "exact-auto", "exact", "exact-float32")
 # What torch and oneDNN call an instruction set.
 INSTRUCTIONS = {"sse": ("default", "SSE41"), "avx2": ("avx2", "AVX2"), "avx512": ("avx512", "DEFAULT")}
 
@@ -72,7 +72,7 @@ def run_one(options: argparse.Namespace, configuration: Configuration) -> None:
         path = _path(options, system, configuration)
         if path.exists():
             continue
-        model, tokenizer = load(options.model, system)
+        model, tokenizer = load(options.model, SYSTEMS[system].dtype)
         run = Run(system, options.dataset, configuration.batch_size)
         prompts = _prompts(options, tokenizer)
         decode(model, tokenizer, prompts, run, options.new_tokens, SYSTEMS[system].gate())
@@ -90,7 +90,7 @@ def _path(options: argparse.Namespace, system: str, configuration: Configuration
     return Path(options.out) / "raw" / f"{job}_{system}_{configuration.name}.json"
 
 
-def measure(runs: dict[Configuration, Run], rights: list[list[bool]] | None) -> dict[str, Any]:
+def spread(runs: dict[Configuration, Run], rights: list[list[bool]] | None) -> dict[str, Any]:
     """Spread over all configurations, and over those of one instruction set."""
     parts = list(runs.values())
     indices = metrics.division_indices(parts)
@@ -101,8 +101,8 @@ def measure(runs: dict[Configuration, Run], rights: list[list[bool]] | None) -> 
     moved = [index for index in indices if index is not None]
     return {
         "prompts": len(indices),
-        "moved": len(moved),
-        "moved_within_instructions": within,
+        "diverged": len(moved),
+        "diverged_within_instructions": within,
         "div_index_quartiles": list(metrics.quartiles(moved)) if moved else None,
         "avg_std_top1": metrics.spread_of_top1(parts),
         "std_length": metrics.spread_of_length(parts),
@@ -111,7 +111,7 @@ def measure(runs: dict[Configuration, Run], rights: list[list[bool]] | None) -> 
     }
 
 
-def as_markdown(record: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """One row a system."""
     lines = [
         "# Twelve runtime configurations",
@@ -121,7 +121,7 @@ def as_markdown(record: dict[str, Any]) -> str:
         f"{as_text(record['machine'])}. {record['limit']} prompts of {record['dataset']}, {record['new_tokens']} new "
         f"tokens; configurations: {', '.join(record['configurations'])}.",
         "",
-        "| system | texts that differ among configurations | within one instruction set | Div_Index (quartiles) | "
+        "| system | outputs that differ among configurations | within one instruction set | Div_Index (quartiles) | "
         "Avg_Std@top1 | Std length | Std@Acc |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -129,8 +129,8 @@ def as_markdown(record: dict[str, Any]) -> str:
         quarters = row["div_index_quartiles"]
         cells = [
             system,
-            f"{row['moved']} of {row['prompts']}",
-            f"{row['moved_within_instructions']} of {row['prompts']}",
+            f"{row['diverged']} of {row['prompts']}",
+            f"{row['diverged_within_instructions']} of {row['prompts']}",
             "-" if quarters is None else " / ".join(f"{value:.0f}" for value in quarters),
             f"{row['avg_std_top1']:.1e}" if row["avg_std_top1"] else "0",
             f"{row['std_length']:.2f}",
@@ -140,48 +140,33 @@ def as_markdown(record: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dataset", choices=DATASETS, default="math500")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=32)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this experiment."""
+    common(parser, limit=16, new_tokens=32, out="evals/results/configurations")
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(DEFAULT))
-    parser.add_argument("--out", default="evals/results/configurations")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = build_parser().parse_args(arguments)
+def measure(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Spread of every system over the configurations, from runs that are kept as they finish."""
     every = configurations()
     if options.worker:
         run_one(options, next(one for one in every if one.name == options.worker))
-        return
+        return None
     for one in tqdm(every, desc="configurations"):
         if not all(_path(options, system, one).exists() for system in options.systems):
-            command = [sys.executable, "-m", "evals.configurations", *arguments, "--worker", one.name]
+            command = [sys.executable, *options.command, "--worker", one.name]
             subprocess.run(command, check=True, env=one.environment())
-    _, tokenizer = load(options.model, "off")
+    _, tokenizer = load(options.model)
     answers = load_answers(options.dataset, options.limit, options.data_dir)
     systems = {}
     for system in options.systems:
         runs = {one: Run(**json.loads(_path(options, system, one).read_text())) for one in every}
-        systems[system] = measure(runs, judged(options.dataset, runs.values(), answers, tokenizer.decode))
-    record = {
-        "command": " ".join(["python -m evals.configurations", *arguments]),
-        "machine": describe(),
+        systems[system] = spread(runs, judged(options.dataset, runs.values(), answers, tokenizer.decode))
+    return {
         "dataset": options.dataset,
         "limit": options.limit,
         "new_tokens": options.new_tokens,
         "configurations": [one.name for one in every],
         "systems": systems,
     }
-    write(Path(options.out), "configurations", record, as_markdown(record))
-
-
-if __name__ == "__main__":
-    main()

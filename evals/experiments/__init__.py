@@ -1,0 +1,1 @@
+"""One module an experiment: `arguments(parser)`, `measure(options) -> record`, `report(record) -> Markdown`."""

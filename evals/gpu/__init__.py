@@ -1,0 +1,1 @@
+"""The parts of the GPU experiment: kernels one by one, and decoding."""
