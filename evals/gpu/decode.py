@@ -104,7 +104,9 @@ def _verifier_pass(verifier: Verifier, rows: int, tokens: int, context: int) -> 
     for slot in range(rows):
         verifier.run(cache, [Segment(slot, 0, [7] * context)], keep="last")
     cache.reserve(context + tokens)
-    context = verify_context([Segment(slot, context, [7] * tokens) for slot in range(rows)], verifier.device)
+    context = verify_context(
+        [Segment(slot, context, [7] * tokens) for slot in range(rows)], verifier.device, verifier.backend
+    )
     ids = torch.full((1, rows * tokens), 7, device=verifier.device)
     twin = verifier.twin_for()
 
