@@ -93,12 +93,6 @@ def agreement(run: Run, reference: Run) -> float:
     return same / len(run.tokens)
 
 
-def survival(alone: Run, batched: Run, length: int) -> list[float]:
-    """Share of prompts still equal to the prompt alone after `0 ... length` tokens."""
-    indices = [found.index for found in divergences(alone, batched)]
-    return [1.0 - sum(index < count for index in indices) / len(alone.tokens) for count in range(length + 1)]
-
-
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile; NaN without values."""
     if not values:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from . import metrics
-from .decoding import Run
+from typing import Any
 
 
-def plot_survival(runs: dict[str, list[Run]], path: Path) -> None:
+def survival(entry: dict[str, Any], length: int) -> list[float]:
     """
-    Share of outputs that still match batch size 1, by new token, mean over batch sizes.
+    Share of outputs that still match batch size 1 after `0 ... length` tokens, mean over the other batch sizes.
 
     Args:
-        runs: by system, the first of each at batch size 1.
-        path (`Path`): of the PNG file.
+        entry (`dict`): of a system, see [`~evals.tables.summarise`].
+        length (`int`): new tokens.
+    """
+    runs = entry["prompts"] * (len(entry["batch_sizes"]) - 1)
+    indices = [found["index"] for found in entry["divergences"]]
+    return [1.0 - sum(index < count for index in indices) / runs for count in range(length + 1)]
+
+
+def plot_survival(summary: dict[str, Any], length: int, path: Path) -> None:
+    """
+    Writes a PNG file.
+
+    Args:
+        summary (`dict`): by system, see [`~evals.tables.summarise`].
+        length (`int`): new tokens.
+        path (`Path`): of the file.
     """
     import matplotlib
 
@@ -22,11 +34,8 @@ def plot_survival(runs: dict[str, list[Run]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for system, parts in runs.items():
-        length = max(len(row) for row in parts[0].tokens)
-        curves = [metrics.survival(parts[0], run, length) for run in parts[1:]]
-        if curves:
-            axes.plot([sum(values) / len(values) for values in zip(*curves, strict=True)], label=system)
+    for system, entry in summary.items():
+        axes.plot(survival(entry, length), label=system)
     axes.set(xlabel="new tokens", ylabel="share that matches batch size 1", ylim=(-0.02, 1.02))
     axes.legend(fontsize=7)
     figure.tight_layout()

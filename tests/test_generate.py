@@ -10,6 +10,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
+    StoppingCriteriaList,
     TextIteratorStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -278,3 +279,23 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     model = enable(tiny_model("llama", dtype=dtype))
     for prompt, run in zip(PROMPTS, run_batch(model, PROMPTS, 12), strict=True):
         assert_same(run, canonical(model, prompt, 12), str(dtype))
+
+
+def test_an_eos_criterion_of_the_callers_own_is_asked(llama: Any) -> None:
+    """Beside the call's own EOS ids, which the loop knows itself."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
+    (whole,) = run_batch(llama, PROMPTS[:1], 10, eos_token_id=None)
+    ends_at = 4
+    assert whole.tokens[ends_at] not in whole.tokens[:ends_at]
+    criterion = StoppingCriteriaList([EosTokenCriteria(torch.tensor([whole.tokens[ends_at]]))])
+    (run,) = run_batch(llama, PROMPTS[:1], 10, eos_token_id=None, stopping_criteria=criterion)
+    assert run.tokens == whole.tokens[: ends_at + 1]
+
+
+def test_a_list_of_ids_and_ids_outside_the_vocabulary_are_refused(llama: Any) -> None:
+    arguments = {"max_new_tokens": 2, "do_sample": False, "margin_gate": True}
+    with pytest.raises(TypeError, match="`input_ids`='list'.*generate_batch"):
+        llama.generate([[5, 6, 7]], **arguments)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        llama.generate(torch.tensor([[5, 99_999]]), **arguments)

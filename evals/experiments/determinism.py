@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
         decoder = AutoTokenizer.from_pretrained(source(options.model)).decode
     summary = summarise(runs, options.dataset, options.limit, options.data_dir, decoder)
     name = result(options)
-    plot_survival(runs, Path(options.out) / f"{name}_survival.png")
+    plot_survival(summary, options.new_tokens, Path(options.out) / f"{name}_survival.png")
     return {"name": name, "settings": settings(options), "systems": summary}
 
 

@@ -15,6 +15,7 @@ from evals import metrics, schedule_traces
 from evals.answers import is_right
 from evals.decoding import Run
 from evals.experiments import batching, cost, determinism, growth
+from evals.plots import survival
 from evals.run import EXPERIMENTS, main, module_of
 from evals.systems import DEFAULT, SYSTEMS
 from evals.tables import summarise
@@ -63,7 +64,8 @@ def test_spreads() -> None:
 def test_agreement_and_survival() -> None:
     assert metrics.agreement(ALONE, ALONE) == 1.0
     assert metrics.agreement(BATCH, ALONE) == pytest.approx(1 / 3)
-    assert metrics.survival(ALONE, BATCH, 4) == pytest.approx([1.0, 1.0, 2 / 3, 1 / 3, 1 / 3])
+    summary = summarise({"off": [ALONE, BATCH]}, "chat", 3, None, str)
+    assert survival(summary["off"], 4) == pytest.approx([1.0, 1.0, 2 / 3, 1 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(
