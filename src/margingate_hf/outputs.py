@@ -47,11 +47,11 @@ class MarginGateStatistics:
         plan: the verifier's plan in one line; `fingerprint`: hash of weights, buffers and adapters it ran on.
         draft_steps: forwards of the draft path; `drafted_tokens`: drafts they gave, summed over rows.
         verify_forwards: those that read no prompt; `verified_tokens`: tokens of decoding rows that they read.
-        prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those whose columns were there already,
+        prefill_tokens: prompt tokens read by the verifier; `reused_tokens`: those whose entries were there already,
             in a cache from an earlier call or left by another prompt.
         low_margin_steps, flips, wasted_tokens, repaired_columns: sums over rows.
-        miss_bound: under `coverage="gated"` with a calibration, its upper bound on wrong tokens a step; the bound for
-            full coverage is 0 by construction.
+        miss_bound: under `coverage="gated"` with a calibration, its upper bound on wrong tokens a step; the bound of an
+            exact run is 0 by construction.
         notes: every slower or weaker path that was taken, in words. Empty in a normal run.
         rows: per prompt.
     """

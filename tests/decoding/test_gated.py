@@ -13,7 +13,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 from bitwise import padded
 from fault_injection import disturbed_drafts
 from margingate_hf import MarginGateConfig, enable
-from margingate_hf.forward.registered import forward_twin
+from margingate_hf.forward.forward_twin import forward_twin
 from margingate_hf.verifier.reference import PlainMode, eager_twin
 from tiny import random_prompts, tiny_model
 

@@ -17,7 +17,7 @@ import torch
 
 from bitwise import assert_same, padded, run_batch
 from margingate_hf import MarginGateConfig, MarginGateEngine, enable
-from margingate_hf.forward.registered import forward_twin
+from margingate_hf.forward.forward_twin import forward_twin
 from margingate_hf.verifier import VerifierMode, forget_verifiers, verifier_for
 from tiny import random_prompts, tiny_model
 

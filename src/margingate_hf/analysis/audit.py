@@ -84,7 +84,7 @@ class AuditReport:
     """
     Attributes:
         about: model, dtype, device, versions, settings.
-        outputs: one a prompt; `findings`: the first divergence of each that diverges, and every defect.
+        outputs: one a prompt; `findings`: the first divergence of each that has one.
         exact_diverged: prompts whose exact output changes with the batch; 0, or the gate is broken.
         exact_as_stock: prompts whose exact output is the stock one alone.
     """

@@ -173,8 +173,8 @@ class _Forcing:
 
 def flip_curve(seen: Sequence[Observation]) -> FlipCurve:
     """
-    Flip probability by margin: shares in bins, `(flips + 1/2) / (steps + 1)`, made to fall by pooling neighbours that
-    do not (isotonic regression).
+    Flip probability by margin: shares in bins, `(flips + 1/2) / (steps + 1)`, made non-increasing by isotonic
+        regression.
     """
     pooled: list[list[float]] = []  # edge, flips, steps
     for low, high in zip(CURVE_EDGES, (*CURVE_EDGES[1:], math.inf), strict=True):

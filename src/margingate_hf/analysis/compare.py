@@ -43,7 +43,7 @@ class Decoded:
 class Divergence:
     """
     Attributes:
-        prompts: how many prompts give other tokens than alone.
+        prompts: how many prompts give other tokens than they do alone.
         first: index of the earliest differing token, `None` if none differs.
         margin: the batched run's margin at that token.
     """
@@ -140,7 +140,7 @@ def eos_ids(model: Any) -> set[int]:
 
 
 def until_end(tokens: list[int], eos: set[int]) -> list[int]:
-    """Tokens up to the first of `eos`, it included: a batched row goes on with padding."""
+    """Tokens up to and including the first of `eos`; in a batch padding follows."""
     for index, token in enumerate(tokens):
         if token in eos:
             return tokens[: index + 1]

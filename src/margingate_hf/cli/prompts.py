@@ -1,4 +1,4 @@
-"""The project's own prompts: short, of different lengths and kinds, in the public domain of everyday questions."""
+"""The project's own prompts: everyday questions of different lengths and kinds."""
 
 PROMPTS: tuple[str, ...] = (
     "What is 17 times 23? Think step by step.",

@@ -31,9 +31,9 @@ class BatchSizeCounts:
 
     Attributes:
         batch_size: rows decoded together.
-        steps: steps compared; `flips`: fast tokens that were not the canonical ones.
-        near_ties: flips whose fast margin was under the threshold; `confident`: the others, which a gate misses.
-        largest_flip: largest fast margin of a flip, in logits; `None` without one.
+        steps: steps compared; `flips`: drafts that were not the canonical tokens.
+        near_ties: flips whose margin was below the threshold; `confident`: the others, which a gated run misses.
+        largest_flip: largest margin of a flip, in logits; `None` without one.
     """
 
     batch_size: int
@@ -142,7 +142,7 @@ class MarginGateCalibration(PushToHubMixin):
         return cls.from_dict(json.loads(found.read_text()))
 
     def differs_from(self, verifier: Verifier) -> list[str]:
-        """What a verifier's model and machine have other than the record says, in words."""
+        """Where a verifier's model and machine differ from the record, in words."""
         now = fingerprint(verifier)
         return [
             f"{name} {self.fingerprint.get(name)!r}, now {now[name]!r}"
@@ -189,7 +189,7 @@ class Calibrated:
     Attributes:
         flips: P(flip | margin) for the schedule; the prior without a calibration.
         bound: its bound on misses a step, where it fits the model and the threshold in use is at least its own.
-        notes: that it was made with something else, in words.
+        notes: in words, where it was made with another model or machine.
     """
 
     flips: Callable[[float], float]

@@ -222,7 +222,7 @@ def check_call(model: Any, arguments: dict[str, Any], rows: int | None) -> None:
 
 def check_generation_config(config: GenerationConfig, gate: MarginGateConfig, cache_implementation: Any = None) -> None:
     """
-    Refuses decoding strategies that are not greedy, and cache formats that cannot be repaired.
+    Refuses decoding strategies other than greedy and seeded sampling, and caches of other formats.
 
     Args:
         config ([`~transformers.GenerationConfig`]): of the call, the model's own defaults filled in.

@@ -2,7 +2,7 @@
 
 Adding Gumbel noise to log-probabilities and taking the argmax draws from the distribution they describe (the Gumbel-max
 trick), so a sampled output is verified as a greedy one is. No generator is advanced: the noise of a position is the
-same whichever row, batch or pass it is drawn in, and after any rollback.
+same whichever row, batch or forward it is drawn in, and after any rollback.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class MarginGateLogitsProcessor(LogitsProcessor):
     Records the top-1/top-2 margin of every step and leaves the scores alone.
 
     For stock `generate` calls, where it should be the last of the user's processors (`generate` appends its own
-    warpers after them). A gated call measures margins itself and reports them in its statistics.
+    warpers after them). A call with `margin_gate` measures margins itself and reports them in its statistics.
 
     Args:
         threshold (`float`, *optional*, defaults to `MarginGateConfig.threshold`):

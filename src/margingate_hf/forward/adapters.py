@@ -1,4 +1,4 @@
-"""PEFT adapters that a call gives to each row (`adapter_names=`), decoded exactly: rows are independent anyway.
+"""PEFT adapters that a call gives to each row (`adapter_names=`), decoded exactly, since rows are independent.
 
 PEFT hands the names to its layers by hooks for the duration of one call, in the order of the batch. Our forwards hold
 other rows in another order, so the hooks are left out of a [`twin`] and each row's forward runs on a twin on which that

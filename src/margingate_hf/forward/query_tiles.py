@@ -1,4 +1,4 @@
-"""One tile of queries against blocks of keys, and how many queries a tile may hold without moving a bit.
+"""One tile of queries against blocks of keys, and how many queries a tile may hold without changing a bit.
 
 The bits of a query are those of a tile of `QUERY_TILE`. BLAS may pick a different kernel, and summation order, for a
 different row count. `tile_sizes` probes which sizes give bit-identical results, and only those are used. Small tiles

@@ -12,13 +12,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from .adapters import activate
 from .context import AttentionOptions, Context, VerifyContext, current_context
-from .draft_linear import DraftLinear, is_plain_linear
 from .fixed_plan import fixed_plan
-from .lengths import declared_window, shorten
-from .rope import PINNED_TYPES, PinnedRotary
-from .twin import STOCK_EXPERTS, twin_of
+from .lengths import declared_window
+from .twin import STOCK_EXPERTS
 
 NAME = "margingate"
 
@@ -95,28 +92,6 @@ def margingate_experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> to
         return eager(module, *args, **kwargs)
     stock = getattr(module.config, STOCK_EXPERTS, None)
     return ALL_EXPERTS_FUNCTIONS.get(stock, eager)(module, *args, **kwargs)
-
-
-def forward_twin(model: torch.nn.Module, short: bool = False, adapter: str | None = None) -> Any:
-    """
-    A [`twin`] of a model that our forwards run on: our attention, the rotary tables pinned to each row, and linear
-    layers that a draft step may take from packed weights.
-
-    Args:
-        model (`torch.nn.Module`): the model; not changed.
-        short (`bool`, *optional*, defaults to `False`): with lengths lowered for the self-test, see [`shorten`].
-        adapter (`str`, *optional*): the PEFT adapter that acts; by default those active in the model.
-    """
-    twin = twin_of(model, NAME)
-    activate(twin, adapter)
-    if short:
-        shorten(twin)
-    for module in list(twin.modules()):
-        if is_plain_linear(module):
-            module.__class__ = DraftLinear
-        elif getattr(module, "rope_type", None) in PINNED_TYPES:
-            module.__dict__["forward"] = PinnedRotary(module)
-    return twin
 
 
 AttentionInterface.register(NAME, margingate_attention)

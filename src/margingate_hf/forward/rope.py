@@ -1,9 +1,9 @@
 """Rotary tables that look at the batch, pinned to each row.
 
 `longrope` and `dynamic` RoPE choose their frequencies by the largest position in the batch, and keep them in a buffer:
-a long companion, or an earlier call, moves a short row's logits. In our forwards every row has its own table: the short
-one if its prompt and all tokens it may get fit the original length, else the long one (`dynamic` has no fixed long
-table: such rows are refused). Stock calls keep the model's own behaviour.
+a long row beside it, or an earlier call, changes a short row's logits. In our forwards every row has its own table: the
+short one if its prompt and all tokens it may get fit the original length, else the long one (`dynamic` has no fixed
+long table: such rows are refused). Stock calls keep the model's own behaviour.
 """
 
 from __future__ import annotations

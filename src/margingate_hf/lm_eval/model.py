@@ -266,7 +266,9 @@ class MarginGateLM(HFLM):
         self.notes = sorted({*self.notes, *self.engine.statistics.notes})
 
     def _add_up(self) -> None:
-        """Adds what this process counted, summed over the processes of `accelerate launch`, which all come here."""
+        """
+        Adds what this process counted, summed over the processes of `accelerate launch`. Every process calls this.
+        """
         values = torch.tensor([float(value) for value in self._own.values()], dtype=torch.float64)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(values)

@@ -40,7 +40,7 @@ def score_continuations(
     """
     Scores `(context, continuation)` pairs by the verifier.
 
-    Continuations of one context share its entries, and contexts that begin alike share those through the prefix store;
+    Continuations of one context share its entries, and contexts that begin alike share those through the prefix cache;
     neither changes a bit, since an entry is a function of the tokens up to it.
 
     Args:

@@ -1,10 +1,9 @@
 """The strict operator mode: what each torch call of the model's own forward becomes during a verify forward.
 
-Deny by default. A call is routed to a fixed-plan form (`ROUTED`), or stands on the audited list of calls that are
-exact or
-whose bits depend on one element or one row alone (`SAFE`), or returns no floating-point tensor, or raises. Weights are
-up-cast where they are used; activations are FP32 from the embedding on. A cast of one to 16 bits is left out, any other
-call that would turn one into 16 bits raises.
+Deny by default. A call of the model's forward is one of four things: routed to a form with a fixed order (`ROUTED`); on
+the audited list of calls that are exact, or whose bits depend on one element or one row alone (`SAFE`); without a
+floating-point result; or an error. Weights are up-cast where they are used, and activations are FP32 from the embedding
+on. A cast of an activation to 16 bits is left out; any other call that would round one raises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a forward reads beside tensors: configs, numbers in modules, adapters, hooks. Part of a model's identity.
 
-Two strings. The *state* tells everything that can move a logit; it goes into the fingerprint of columns and receipts.
-The *structure* tells what the self-test's verdict rests on: classes, shapes, dtypes, what is hooked onto the model,
-which adapters act; a change of a number in it asks for no new self-test, another layer class or shape does.
+Two strings. The *state* tells everything that can move a logit; it goes into the fingerprint of K/V entries and
+receipts. The *structure* tells what the self-test's verdict rests on: classes, shapes, dtypes, what is hooked onto the
+model, which adapters act; a change of a number in it asks for no new self-test, another layer class or shape does.
 """
 
 from __future__ import annotations

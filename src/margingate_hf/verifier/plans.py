@@ -118,13 +118,10 @@ class PrepackedPlan:
     Rows are padded up to the next of a few sizes: fewer kernels to generate, and few enough that the probe can compare
     all of them. A single row is padded to 2, since oneDNN switches to a matrix-vector kernel with other bits at 1. The
     inner dimension is cut into equal blocks of at most `COLUMN_BLOCK`, whose products are added in order: oneDNN
-    accumulates a whole row in one register, whose rounding grows with the terms. SmolLM2 logits of two sequences
-    against float64 (relative): 1.0e-6 by `F.linear` in FP32, 0.8e-6 and 1.2e-6 in blocks of 384, 1.1e-6 and 1.7e-6 in
-        blocks
-    of 768, which take half the calls: a quarter less time for a verify forward of 8 tokens. All are below what two
-        planes keep of
-    a K/V column. Large weights are cut into blocks of rows too, which add nothing up. The operators are private to
-    torch (its inductor uses them), hence `available` and the plans behind this one.
+    accumulates a whole row in one register, whose rounding grows with the terms. Blocks of 768 keep SmolLM2's
+    logits within 1.7e-6 of float64, below what two planes keep of a K/V entry. Large weights are cut into blocks of
+    rows too, which add nothing up. The operators are private to torch (its inductor uses them), hence `available` and
+    the plans behind this one.
     """
 
     name = f"onednn-prepacked-k{COLUMN_BLOCK}"

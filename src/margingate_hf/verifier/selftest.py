@@ -6,7 +6,7 @@ the config names (sliding windows, chunks, the original rotary length), which ar
 - *coverage*: every layer is of a type we know, our attention was called exactly once per layer, no operator ran
   unplanned, a forward leaves weights and buffers as they are;
 - *correctness*: logits equal the model's stock eager FP32 forward of each sequence alone within `TOLERANCE`;
-- *invariance*: the same tokens in other windows, batches and orders give the same bits, logits and cache.
+- *invariance*: the same tokens cut otherwise, in other batches and orders, give the same bits, logits and cache.
 
 Everything runs on copies that share the model's weights: a call in another thread sees nothing of it.
 """

@@ -63,7 +63,7 @@ class DevicePlaneStore(PlaneStore):
 
 
 class TritonPlaneStore(DevicePlaneStore):
-    """For CUDA: the kernels add the planes as they read, and never read a column beyond a row's last query."""
+    """For CUDA: the kernels add the planes as they read, and never read an entry beyond a row's last query."""
 
     def write_draft(self, states: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """See [`KVStore`]; as it is, finite or not."""

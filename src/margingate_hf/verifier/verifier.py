@@ -13,7 +13,7 @@ import torch
 from ..forward.architecture import architecture_of
 from ..forward.context import Segment, VerifyContext, context_scope, verify_context
 from ..forward.devices import execution_device
-from ..forward.registered import forward_twin
+from ..forward.forward_twin import forward_twin
 from ..kv_cache.cache import CacheIdentity, MarginGateCache
 from .backends import backend_for
 from .mode import VerifierMode
