@@ -292,7 +292,7 @@ def test_the_command_line(checkpoint: str, tasks: Path, tmp_path: Path) -> None:
     (results,) = tmp_path.rglob("results_*.json")
     assert json.loads(results.read_text())["config"]["margingate"]["threshold"] == 0.25
     bad = subprocess.run(
-        [*command, "--model_args", f"pretrained={checkpoint},preset=exact"], capture_output=True, text=True
+        [*command, "--model_args", f"pretrained={checkpoint},preset=exactly"], capture_output=True, text=True
     )
     assert bad.returncode != 0 and "`preset` must be one of" in bad.stderr
 

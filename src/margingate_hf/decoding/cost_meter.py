@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Costs:
     """
-    Seconds on this machine: a draft step takes `draft_fixed + draft_row * rows`, a verify forward
-        `verify_fixed + verify_token *
-    tokens`.
+    Seconds on this machine. A draft step takes `draft_fixed + draft_row * rows`, a verify forward
+    `verify_fixed + verify_token * tokens`.
     """
 
     draft_fixed: float

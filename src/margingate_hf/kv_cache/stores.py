@@ -154,9 +154,8 @@ class KVStore(ABC):
 
 class WholeStore(KVStore):
     """
-    For CPU: one FP32 value for verify forwards and draft steps. It is the planes' sum once a verify forward has written
-        it,
-    and the model's own until then.
+    For CPU: one FP32 value for verify forwards and draft steps. It is the planes' sum once a verify forward has
+    written it, and the model's own until then.
 
     As large as two 16-bit planes. A draft step that attends in FP32 takes no longer than in BF16 here, and drafts from
     what was committed, unrounded.
