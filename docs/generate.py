@@ -46,7 +46,7 @@ def presets_table() -> str:
 def modules_table() -> str:
     """The package's modules by folder, each with the first sentence of its docstring."""
     lines: list[str] = []
-    for folder in ("", "forward", "kv_cache", "verifier", "decoding", "analysis", "lm_eval", "cli"):
+    for folder in ("", "portable", "forward", "kv_cache", "verifier", "decoding", "analysis", "lm_eval", "cli"):
         home = PACKAGE / folder
         if folder:
             lines += ["", f"### `{folder}/`", first_sentence(home / "__init__.py") + ".", ""]

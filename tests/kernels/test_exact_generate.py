@@ -78,13 +78,13 @@ def test_the_statistics_name_kernels_blocks_and_triton(model) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_dtype"),
     [
-        pytest.param("llama", torch.float16, 2, marks=pytest.mark.long),
-        pytest.param("llama", torch.float32, 1, marks=pytest.mark.long),
+        pytest.param("llama", torch.float16, "split", marks=pytest.mark.long),
+        pytest.param("llama", torch.float32, "auto", marks=pytest.mark.long),
         ("gemma2", torch.bfloat16, "float32"),  # soft caps, sliding windows, three planes
-        pytest.param("gpt-oss", torch.bfloat16, 2, marks=pytest.mark.long),  # sinks, experts
-        pytest.param("gpt2", torch.bfloat16, 1, marks=pytest.mark.long),  # layer norms, transposed weights
+        pytest.param("gpt-oss", torch.bfloat16, "split", marks=pytest.mark.long),  # sinks, experts
+        pytest.param("gpt2", torch.bfloat16, "auto", marks=pytest.mark.long),  # layer norms, transposed weights
         # Computes with the cached latents; keys and values of different dims.
-        pytest.param("deepseek-v3", torch.bfloat16, 2, marks=pytest.mark.long),
+        pytest.param("deepseek-v3", torch.bfloat16, "split", marks=pytest.mark.long),
     ],
 )
 def test_other_architectures_and_formats(

@@ -223,6 +223,8 @@ def test_extend_refuses_holes_and_overwriting() -> None:
         cache.extend(0, 1, [1], verified=False)
     with pytest.raises(ValueError, match="`rows`"):
         MarginGateCache(1, 0, torch.bfloat16)
+    with pytest.raises(ValueError, match="`kv_dtype` must be one of 'auto', 'split', 'float32', got 2"):
+        MarginGateCache(1, 1, torch.bfloat16, 2)
 
 
 def test_swapped_rows_keep_their_columns() -> None:

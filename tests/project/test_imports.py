@@ -14,6 +14,7 @@ ORDER = (
     "version errors",
     "config",
     "outputs",
+    "portable",
     "forward",
     "kv_cache",
     "verifier",

@@ -51,6 +51,8 @@ class MarginGateCache(DynamicCache):
         super().__init__()
         if rows < 1:
             raise ValueError(f"`rows` must be at least 1, got {rows}.")
+        if kv_dtype not in PLANES:
+            raise ValueError(f"`kv_dtype` must be one of {', '.join(map(repr, PLANES))}, got {kv_dtype!r}.")
         self.rows = rows
         self.dtype = dtype
         self.kv_dtype = kv_dtype
