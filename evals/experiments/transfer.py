@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from margingate_hf.analysis.bounds import binomial_upper_bound
 from margingate_hf.analysis.calibrate import calibrate, collect
 from margingate_hf.cli.loading import as_ids
+from margingate_hf.verifier.top2 import is_low
 
 from ..machine import as_text
 from ..models import load
@@ -30,7 +31,7 @@ def judge(model: Any, prompts: list[list[int]], threshold: float, options: argpa
         "flips": len(flips),
         "missed": len(missed),
         "miss_bound": binomial_upper_bound(len(missed), len(seen), options.confidence),
-        "trigger_rate": sum(not one.margin >= threshold for one in seen) / len(seen),
+        "trigger_rate": sum(is_low(one.margin, threshold) for one in seen) / len(seen),
         "largest_flip": max((one.margin for one in flips), default=None),
         "prompts": len(prompts),
         "prompts_missed": len({one.prompt for one in missed}),

@@ -22,6 +22,7 @@ from .decoding.prepare import prepare
 from .decoding.request import DecodeRequest
 from .decoding.rows import Row
 from .errors import refuse
+from .forward.architecture import vocabulary_of
 from .forward.context import whole_blocks
 from .kv_cache.prefix_cache import PREFIX_BLOCK, PrefixCache, shared_blocks
 from .outputs import MarginGateStatistics
@@ -163,7 +164,7 @@ class MarginGateEngine:
             raise refuse(
                 "model", type(self.model).__name__, "it was disabled; call `margingate_hf.enable(model)` again"
             )
-        prompts = as_prompts(inputs, int(self.model.get_input_embeddings().num_embeddings))
+        prompts = as_prompts(inputs, vocabulary_of(self.model))
         request = None
         if prompts:
             request = prepare(

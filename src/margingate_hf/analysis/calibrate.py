@@ -22,6 +22,7 @@ from ..decoding.schedule import FlipCurve
 from ..engine import MarginGateEngine
 from ..errors import refuse
 from ..verifier import Verifier, verifier_for
+from ..verifier.top2 import is_low
 from .bounds import binomial_upper_bound, smallest_threshold
 
 # Lower edges of the flip curve's bins, in logits.
@@ -214,7 +215,7 @@ def _record(
         confidence=confidence,
         miss_bound=found.bound,
         sufficient=found.sufficient,
-        trigger_rate=sum(not one.margin >= found.value for one in seen) / len(seen),
+        trigger_rate=sum(is_low(one.margin, found.value) for one in seen) / len(seen),
         steps=len(seen),
         flips=sum(flipped),
         prompts=prompts,

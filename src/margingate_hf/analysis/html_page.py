@@ -6,6 +6,7 @@ import os
 from html import escape
 
 from ..config import MarginGateConfig
+from ..verifier.top2 import is_low
 from .audit import AuditedOutput, AuditReport, Finding
 from .compare import first_difference
 
@@ -106,7 +107,7 @@ def _strip(margins: list[float], index: int | None) -> str:
     bars = []
     for place, margin in enumerate(margins):
         height = 4 + 26 * min(margin, 6.0) / 6.0 if margin == margin else 4
-        colour = "var(--bad)" if not margin >= LOW else "var(--muted)"
+        colour = "var(--bad)" if is_low(margin, LOW) else "var(--muted)"
         bars.append(f'<rect x="{place + 0.1}" y="{32 - height:.1f}" width=".8" height="{height:.1f}" fill="{colour}"/>')
     if index is not None:
         bars.append(f'<rect x="{index}" y="0" width="1" height="36" fill="var(--mid)" opacity=".45"/>')

@@ -18,6 +18,7 @@ from ..decoding.receipts import DECISIVE, Receipt, describe_processor, hash_toke
 from ..decoding.rows import Row
 from ..errors import refuse
 from ..forward.adapters import has_adapter
+from ..forward.architecture import vocabulary_of
 from ..forward.backend import Backend
 from ..forward.context import Segment
 from ..verifier import Verifier, verifier_for
@@ -246,7 +247,7 @@ class _Stored:
 
 
 def _check_ids(model: Any, index: int, name: str, tokens: Sequence[int]) -> None:
-    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    vocabulary = vocabulary_of(model)
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
             raise refuse(name, token, f"token {place} of transcript {index} must be an id from 0 to {vocabulary - 1}")

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..config import MarginGateConfig
 from ..errors import refuse
 from ..forward.adapters import row_adapters
-from ..forward.architecture import architecture_of
+from ..forward.architecture import architecture_of, vocabulary_of
 from ..forward.devices import execution_device
 from .checks import check_call, check_gate, check_generation_config, check_length, check_model, check_processors
 from .gumbel import GumbelNoise
@@ -121,9 +121,9 @@ def prepare(
     input_ids = None
     if padded:
         input_ids = model._maybe_initialize_input_ids_for_generation(inputs, config.bos_token_id, model_arguments)
-        inputs = _read_padded(model, input_ids, mask, config)
+        inputs = _read_padded(input_ids, mask, config)
         input_ids = input_ids.repeat_interleave(samples, dim=0)
-    prompts = as_prompts(inputs, int(model.get_input_embeddings().num_embeddings))
+    prompts = as_prompts(inputs, vocabulary_of(model))
     limits = _limits(config, limited)
     check_processors(own["logits_processor"] or [])
     prompts = [prompt for prompt in prompts for _ in range(samples)]
@@ -200,7 +200,7 @@ def _ids(value: Any) -> frozenset[int]:
 
 
 def _read_padded(
-    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig
 ) -> list[list[int]]:
     """Prompts of a padded batch `[rows, length]`; without a mask transformers infers one, where pad is no eos."""
     if input_ids.dim() != 2:

@@ -22,9 +22,7 @@ _POSITION_EMBEDDINGS = frozenset("wpe embed_positions position_embedding positio
 class Architecture:
     """
     Attributes:
-        name (`str`): the model's class.
         n_layers (`int`): attention layers.
-        vocabulary (`int`): token ids it has embeddings for.
         learned_positions (`int`, *optional*): tokens that a learned embedding of absolute positions can hold.
         original_length (`int`, *optional*): tokens that the short rotary table serves, where a longer row has another.
         dynamic_rope (`bool`): whether the frequencies beyond that length follow the longest row of the batch.
@@ -33,9 +31,7 @@ class Architecture:
         uncovered (`str`, *optional*): why the self-test could not cover it.
     """
 
-    name: str
     n_layers: int
-    vocabulary: int
     learned_positions: int | None
     original_length: int | None
     dynamic_rope: bool
@@ -52,9 +48,7 @@ def architecture_of(model: Any) -> Architecture:
     """Reads a model (`PreTrainedModel`), or a [`twin`] of one."""
     config = model.config.get_text_config(decoder=True)
     return Architecture(
-        name=type(model).__name__,
         n_layers=int(config.num_hidden_layers),
-        vocabulary=int(model.get_input_embeddings().num_embeddings),
         learned_positions=_learned_positions(model, config),
         original_length=original_length(model),
         dynamic_rope=any(module.rope_type == "dynamic" for module in rotary_modules(model)),
@@ -62,6 +56,11 @@ def architecture_of(model: Any) -> Architecture:
         refusal=_refusal(model, config),
         uncovered=_uncovered(model, config),
     )
+
+
+def vocabulary_of(model: Any) -> int:
+    """Token ids that a model (`PreTrainedModel`) has embeddings for."""
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def _learned_positions(model: Any, config: Any) -> int | None:

@@ -20,7 +20,7 @@ import torch
 
 from ..config import MarginGateConfig
 from ..forward.adapters import BASE, row_adapters
-from ..forward.architecture import architecture_of
+from ..forward.architecture import architecture_of, vocabulary_of
 from ..forward.context import KV_BLOCK, AttentionRecord, Segment, verify_context
 from ..forward.devices import execution_device
 from ..forward.rope import rotary_modules
@@ -120,7 +120,7 @@ def self_test(verifier: Verifier) -> str | None:
 
 
 def _sequences(model: Any) -> list[list[int]]:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(model)
     generator = torch.Generator().manual_seed(0)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or KV_BLOCK + 9
     lengths = (min(KV_BLOCK + 9, limit), min(21, limit), min(5, limit))
